@@ -1,0 +1,1 @@
+"""Execute a plan for real, with torch: not built yet."""
