@@ -1,0 +1,313 @@
+"""Scenario: what a person asks. The sections of a scenario file and their fields, every quantity with its unit.
+
+`gpipe_sim.sweep` reads files; this module says what may stand in them. A `Scenario` is one point of a file: where the
+file has a list to sweep over, a scenario has one of its values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field, PlainValidator
+
+from gpipe_sim import units
+from gpipe_sim.catalog import LINKS, Device, DType, Link, device_names, find_device
+from gpipe_sim.files import Document, InputError, Strict, did_you_mean, shown
+
+Optimizer = Literal["sgd", "momentum", "rmsprop", "adam"]
+Checkpoint = Literal["never", "always", "except_last"]
+ScheduleName = Literal["naive", "gpipe", "1f1b"]
+Recompute = Literal["early", "on_demand"]
+BackwardOrder = Literal["reverse", "fifo"]
+
+Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[float, PlainValidator(units.parse_bytes)]
+Seconds = Annotated[float, PlainValidator(units.parse_seconds)]
+Bandwidth = Annotated[float, PlainValidator(units.parse_bandwidth)]
+Compute = Annotated[float, PlainValidator(units.parse_compute)]
+
+
+# --- model ---------------------------------------------------------------------------------------------------------
+
+
+class Transformer(Strict):
+    """A decoder-only transformer, described by its shape; costs follow analytically (`gpipe_sim.model`)."""
+
+    kind: Literal["transformer"]
+    layers: Count
+    hidden: Count
+    heads: Count
+    ffn: Count | None = None
+    """Width of the feed-forward layer; four times ``hidden`` if left out."""
+    vocab: Count
+    sequence: Count
+    attention: Literal["classic", "flash"] = "flash"
+
+    @property
+    def num_layers(self) -> int:
+        """Embedding, blocks, final norm, output head."""
+        return self.layers + 3
+
+    @property
+    def ffn_width(self) -> int:
+        """``ffn``, or its default."""
+        return self.ffn or 4 * self.hidden
+
+
+class LayerSpec(Strict):
+    """A layer written by hand: seconds and bytes per sample, overhead per call, parameters in total."""
+
+    name: str
+    repeat: Count = 1
+    forward: Seconds
+    backward: Seconds | None = None
+    """Twice ``forward`` if left out."""
+    overhead: Seconds = 0.0
+    output: Bytes = 0.0
+    saved: Bytes | None = None
+    """What remains after a forward, the output included; ``output`` if left out."""
+    parameters: Bytes = 0.0
+
+
+class Layers(Strict):
+    """A list of layers with their costs, for published tables and thought experiments."""
+
+    kind: Literal["layers"]
+    layers: Annotated[list[LayerSpec], Field(min_length=1)]
+
+    @property
+    def num_layers(self) -> int:
+        """Counting repeats."""
+        return sum(layer.repeat for layer in self.layers)
+
+
+class ProfileModel(Strict):
+    """A model known only by its profile: it can be simulated and rehearsed, not computed."""
+
+    kind: Literal["profile"]
+    path: str
+
+    @property
+    def num_layers(self) -> None:
+        """Known once the profile is read."""
+
+
+def _object_path(value: str) -> str:
+    module, colon, function = value.partition(":")
+    if not (colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError(f"found {value!r}, expected package.module:function")
+    return value
+
+
+class PythonModel(Strict):
+    """The user's own model; ``function`` returns an ``nn.Sequential``, a sample input and a loss."""
+
+    kind: Literal["python"]
+    function: Annotated[str, AfterValidator(_object_path)]
+
+    @property
+    def num_layers(self) -> None:
+        """Known once the profile is read."""
+
+
+Model = Transformer | Layers | ProfileModel | PythonModel
+MODELS: Mapping[str, type[Model]] = {
+    "transformer": Transformer,
+    "layers": Layers,
+    "profile": ProfileModel,
+    "python": PythonModel,
+}
+
+
+# --- cluster -------------------------------------------------------------------------------------------------------
+
+
+class _DeviceSpec(Strict):
+    memory: Bytes
+    compute: Compute | None = None
+    bandwidth: Bandwidth | None = None
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
+    launch: Seconds = 5e-6
+
+
+class _LinkSpec(Strict):
+    bandwidth: Bandwidth
+    latency: Seconds = 0.0
+
+
+def _to_device(value: object) -> Device:
+    if isinstance(value, str):
+        if value not in device_names():
+            raise ValueError(f"found {value!r}, {did_you_mean(value, device_names())}")
+        return find_device(value)
+    if not isinstance(value, dict):
+        raise ValueError(f"found {shown(value)}, expected a name or {{memory: 80 GiB, compute: 312 TFLOP/s, ...}}")
+    spec = _DeviceSpec.model_validate(value)
+    compute = dict.fromkeys(get_args(DType), spec.compute) if spec.compute else {}
+    return Device(
+        name="custom",
+        memory=spec.memory,
+        compute=compute,
+        bandwidth=spec.bandwidth or float("inf"),
+        efficiency=spec.efficiency,
+        launch=spec.launch,
+    )
+
+
+def _to_link(value: object) -> Link:
+    if isinstance(value, str):
+        if value not in LINKS:
+            if value[:1].isdigit() and "/s" in value:
+                raise ValueError(f"found {value!r}, expected {{bandwidth: {value}, latency: 10 us}}")
+            raise ValueError(f"found {value!r}, {did_you_mean(value, LINKS)}")
+        return LINKS[value]
+    if not isinstance(value, dict):
+        raise ValueError(f"found {shown(value)}, expected a name or {{bandwidth: 25 GB/s, latency: 10 us}}")
+    spec = _LinkSpec.model_validate(value)
+    return Link(name="custom", bandwidth=spec.bandwidth, latency=spec.latency)
+
+
+LinkField = Annotated[Link, PlainValidator(_to_link)]
+
+
+class Jitter(Strict):
+    """Lognormal noise on every compute time."""
+
+    cv: Annotated[float, Field(ge=0)]
+    """Standard deviation over mean."""
+    samples: Count = 200
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class Cluster(Strict):
+    """The devices, and what connects them. Rank r sits on node ``r // devices_per_node``."""
+
+    device: Annotated[Device, PlainValidator(_to_device)]
+    memory_reserve: Bytes = 0.0
+    """What the runtime keeps for itself on each device."""
+    nodes: Count = 1
+    devices_per_node: Count | None = None
+    """On one node it may be left out: there are then as many as the plan has stages."""
+    link: LinkField
+    """Between two devices of a node, each direction."""
+    network: LinkField | None = None
+    """A node's way out, each direction, shared fairly by its devices."""
+    links: dict[int, LinkField] = Field(default_factory=dict)
+    """Edges that differ: key k is the edge from stage k to stage k+1."""
+    overlap: bool = True
+    """Transfers run beside compute; otherwise the sender waits until its message is delivered."""
+    cores: Count | None = None
+    """Cores per node that its ranks share fairly; left out, every rank has its own."""
+    slowdown: dict[int, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Rank -> factor on its compute times."""
+    jitter: Jitter | None = None
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices in all; None where one node has as many as are needed."""
+        return None if self.devices_per_node is None else self.nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node that holds this rank."""
+        return 0 if self.devices_per_node is None else rank // self.devices_per_node
+
+
+# --- plan ----------------------------------------------------------------------------------------------------------
+
+
+def _to_checkpoint(value: object) -> Checkpoint | tuple[Checkpoint, ...]:
+    modes = get_args(Checkpoint)
+    if isinstance(value, dict) and set(value) == {"per_stage"} and isinstance(value["per_stage"], list):
+        wrong = [mode for mode in value["per_stage"] if mode not in modes]
+        if wrong:
+            raise ValueError(f"per_stage: found {shown(wrong[0])}, {did_you_mean(wrong[0], modes)}")
+        if value["per_stage"]:
+            return tuple(value["per_stage"])
+    if isinstance(value, str) and value in modes:
+        return value  # type: ignore[return-value]  # `in modes` is the check that mypy cannot follow
+    if isinstance(value, dict):
+        raise ValueError(f"found {shown(value)}, expected {{per_stage: [...]}} with a mode for each stage")
+    raise ValueError(f"found {shown(value)}, {did_you_mean(value, modes)}")
+
+
+def _to_counts(least: int, example: str) -> PlainValidator:
+    def convert(value: object) -> tuple[int, ...] | None:
+        if value == "auto":
+            return None
+        if isinstance(value, list) and value and all(type(v) is int and v >= least for v in value):
+            return tuple(value)
+        raise ValueError(
+            f"found {shown(value)}, expected auto or a list of whole numbers of at least {least}: {example}"
+        )
+
+    return PlainValidator(convert)
+
+
+def _to_window(value: object) -> int | None:
+    if value == "all":
+        return None
+    if type(value) is int and value >= 1:
+        return value
+    raise ValueError(f"found {shown(value)}, expected a whole number of at least 1, or all")
+
+
+class PlanSpec(Strict):
+    """The choices. What is left out takes its default in `simulate` and is searched by `plan`."""
+
+    stages: Count | None = None
+    microbatches: Count | None = None
+    checkpoint: Annotated[Checkpoint | tuple[Checkpoint, ...], PlainValidator(_to_checkpoint)] = "always"
+    schedule: ScheduleName = "gpipe"
+    recompute: Recompute = "early"
+    backward: BackwardOrder = "reverse"
+    balance: Annotated[tuple[int, ...] | None, _to_counts(1, "[12, 12, 12, 12]")] = None
+    placement: Annotated[tuple[int, ...] | None, _to_counts(0, "[0, 1, 2, 3]")] = None
+    window: Annotated[int | None, PlainValidator(_to_window)] = 2
+    """Receives posted ahead per edge and direction; None is no limit."""
+
+    @property
+    def num_stages(self) -> int | None:
+        """``stages``, or the length of an explicit balance."""
+        return self.stages or (len(self.balance) if self.balance else None)
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """``microbatches``; the naive schedule has one."""
+        return self.microbatches or (1 if self.schedule == "naive" else None)
+
+
+# --- scenario ------------------------------------------------------------------------------------------------------
+
+
+class General(Strict):
+    """What stands at the top level beside the sections."""
+
+    name: Annotated[str, Field(min_length=1)]
+    batch: Count
+    dtype: DType = "bf16"
+    optimizer: Optimizer = "adam"
+    profile: Annotated[str, Field(min_length=1)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One point of a scenario file: no lists left to sweep, every name looked up, every unit converted."""
+
+    name: str
+    batch: int
+    dtype: DType
+    optimizer: Optimizer
+    profile: Path | None
+    """A measured profile to use instead of analytic costs."""
+    model: Model
+    cluster: Cluster
+    plan: PlanSpec
+    swept: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> value, as written, of each field that the file sweeps."""
+    document: Document = field(repr=False, compare=False)
+    """The file's data for this point, to embed in a plan and to locate later mistakes."""
+
+    def error(self, field: str, message: str) -> InputError:
+        """A mistake in this scenario that shows only later, at the line where it was written."""
+        return InputError([self.document.problem(tuple(field.split(".")), message)])

@@ -1,0 +1,154 @@
+"""Scenario files: overrides, and lists that stand for a sweep.
+
+A *list* is a sweep over its values: everywhere under ``plan:`` (where ``balance`` and ``placement`` are lists by
+nature, so that a list of lists is their sweep) and for every ``bandwidth`` and ``latency`` under ``cluster:``.
+
+    file --parse--> data --overrides--> data --expand lists--> points --validate--> Scenario, Scenario, ...
+
+All mistakes of a file are found in one go and reported as ``file:line: field: found, expected``.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from gpipe_sim.files import Document, FieldPath, InputError, Problem, dotted, parse_yaml, read_yaml
+from gpipe_sim.scenario import Scenario
+from gpipe_sim.validate import validate
+
+
+@dataclass(frozen=True)
+class Sweep(Sequence[Scenario]):
+    """A scenario file: its name and its points, in the order of the lists, the last list varying fastest."""
+
+    name: str
+    points: tuple[Scenario, ...]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @overload
+    def __getitem__(self, index: int) -> Scenario: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Scenario]: ...
+    def __getitem__(self, index: int | slice) -> Scenario | Sequence[Scenario]:
+        return self.points[index]
+
+    def __iter__(self) -> Iterator[Scenario]:
+        return iter(self.points)
+
+
+def load_scenario(path: str | Path, *overrides: str) -> Sweep:
+    """Read a scenario file; overrides are ``"plan.microbatches=32"`` as on the command line.
+
+    >>> for scenario in load_scenario("scenarios/bubble.yaml", "plan.stages=8"):
+    ...     print(scenario.plan.microbatches)
+    """
+    return parse_scenario(read_yaml(Path(path)), *overrides)
+
+
+def shipped_scenarios() -> Path:
+    """The folder of the scenarios that come with the tool: beside the packages, or inside this one once installed."""
+    inside = Path(__file__).parent / "scenarios"
+    return inside if inside.is_dir() else Path(__file__).parents[1] / "scenarios"
+
+
+def parse_scenario(document: Document, *overrides: str) -> Sweep:
+    """The points of an already read document. Relative paths in it are relative to its file."""
+    if not isinstance(document.data, dict):
+        raise InputError([document.problem((), "expected a mapping with name, model, batch, cluster and plan")])
+    document = Document(document.file, deepcopy(document.data), dict(document.places))
+    for override in overrides:
+        _override(document, override)
+    swept, problems = [], []
+    for path, values in list(_swept_fields(document.data)):
+        if values:
+            swept.append((path, values))
+        else:
+            problems.append(document.problem(path, "an empty list sweeps over nothing, expected at least one value"))
+            _remove(document.data, path)
+    points: list[Scenario] = []
+    for choice in itertools.product(*(range(len(values)) for _, values in swept)):
+        chosen = {path: index for (path, _), index in zip(swept, choice, strict=True)}
+        try:
+            points.append(validate(_point(document, chosen), {dotted(p): v[chosen[p]] for p, v in swept}))
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(sorted(problems, key=lambda problem: problem.line))
+    return Sweep(points[0].name, tuple(points))
+
+
+def _remove(data: Any, path: FieldPath) -> None:
+    for part in path[:-1]:
+        data = data[part]
+    del data[path[-1]]
+
+
+def _override(document: Document, override: str) -> None:
+    """Apply ``path=value`` in place; the value is read as YAML."""
+    name, equals, text = (part.strip() for part in override.partition("="))
+    where = f"--set {override}"
+    if not equals or not name:
+        raise InputError([Problem(where, "", "expected path=value, such as plan.microbatches=32")])
+    path = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+    node = document.data
+    for depth, part in enumerate(path[:-1]):
+        if isinstance(node, dict) and part not in node:
+            node[part] = {}
+            document.places[path[: depth + 1]] = where
+        try:
+            node = node[part]
+        except (TypeError, IndexError):
+            node = None
+        if not isinstance(node, dict | list):
+            raise InputError([Problem(where, dotted(path[: depth + 1]), "has no keys of its own to set")])
+    try:
+        node[path[-1]] = parse_yaml(text, where + " ").data
+    except (TypeError, IndexError):
+        raise InputError([Problem(where, name, "there is no such entry in the list")]) from None
+    for old in [known for known in document.places if known[: len(path)] == path]:
+        del document.places[old]
+    document.places[path] = where
+
+
+def _swept_fields(data: Mapping[str, Any]) -> Iterator[tuple[FieldPath, list[Any]]]:
+    """Every list that stands for a sweep, in the order of the file."""
+    for section, content in data.items():
+        if section == "plan" and isinstance(content, dict):
+            for key, value in content.items():
+                nested = key in ("balance", "placement")
+                if isinstance(value, list) and (not nested or any(isinstance(v, list | str) for v in value)):
+                    yield ("plan", key), value
+        elif section == "cluster":
+            yield from _swept_rates(content, ("cluster",))
+
+
+def _swept_rates(node: Any, path: FieldPath) -> Iterator[tuple[FieldPath, list[Any]]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("bandwidth", "latency") and isinstance(value, list):
+                yield (*path, key), value
+            else:
+                yield from _swept_rates(value, (*path, key))
+
+
+def _point(document: Document, chosen: Mapping[FieldPath, int]) -> Document:
+    """The document with one value in place of each swept list, still knowing where that value was written."""
+
+    def choose(node: Any, path: FieldPath) -> Any:
+        if path in chosen:
+            return node[chosen[path]]
+        if isinstance(node, dict):
+            return {key: choose(value, (*path, key)) for key, value in node.items()}
+        return node
+
+    places = document.places
+    if chosen:
+        places = dict(places)
+        for path, index in chosen.items():
+            places[path] = places.get((*path, index), document.where(path))
+    return Document(document.file, choose(document.data, ()), places)

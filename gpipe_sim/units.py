@@ -1,0 +1,119 @@
+"""Quantities with units: ``"25 GB/s"``, ``"80 GiB"``, ``"10 us"``, ``"312 TFLOP/s"`` to and from SI floats.
+
+Every quantity in a file carries its unit, and every number inside the program is in seconds, bytes, bytes per second
+or FLOP per second. The spelling is strict because the usual sloppiness costs factors: ``GB`` is 10^9 bytes, ``GiB``
+is 2^30 bytes, ``Gb`` and ``Gbit`` are 10^9 *bits*, and ``KB``, which people use for both 1000 and 1024, is refused.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+# A unit maps to (multiplier, divisor). Small units divide, because 10 * 1e-6 is 9.999999999999999e-06.
+_Units = Mapping[str, tuple[int, int]]
+
+_SIZE: _Units = {p + "B": (f, 1) for p, f in (_DECIMAL | _BINARY).items()}
+_BITS: _Units = {p + b: (f, 8) for p, f in _DECIMAL.items() for b in ("b", "bit")}
+_TIME: _Units = {
+    "s": (1, 1),
+    "ms": (1, 10**3),
+    "us": (1, 10**6),
+    "\u00b5s": (1, 10**6),
+    "\u03bcs": (1, 10**6),
+    "ns": (1, 10**9),
+}
+_BANDWIDTH: _Units = {unit + "/s": scale for unit, scale in [*_SIZE.items(), *_BITS.items()]}
+_COMPUTE: _Units = {p + "FLOP/s": (f, 1) for p, f in _DECIMAL.items()}
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf)\s*(\S.*?)?\s*")
+
+
+def _parse(value: object, units: _Units, what: str, example: str) -> float:
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"{value} has no unit, expected {what} such as {example!r}")
+        raise ValueError(f"found {value!r}, expected {what} such as {example!r}")
+    number, unit = float(match[1]), match[2]
+    if unit is None:
+        raise ValueError(f"{match[1]} has no unit, expected {what} such as {example!r}")
+    if unit not in units:
+        raise ValueError(f"unknown unit {unit!r} in {value!r}, expected {_suggest(unit, units, what, example)}")
+    if number < 0:
+        raise ValueError(f"found {value!r}, expected {what} that is not negative")
+    multiplier, divisor = units[unit]
+    amount = number * multiplier / divisor
+    if math.isinf(amount) and not (units is _BANDWIDTH and match[1].endswith("inf")):
+        raise ValueError(f"found {value!r}, expected {what} that is finite")
+    return amount
+
+
+def _suggest(unit: str, units: _Units, what: str, example: str) -> str:
+    """Name the units that differ from this one only by case; the reader knows which was meant, we do not."""
+    alike = [known for known in units if known.lower() == unit.lower()]
+    if unit.upper() in ("KB", "KB/S"):
+        alike += [known for known in units if known.startswith("KiB")]
+    if unit.endswith("bps"):
+        alike = [known for known in units if known == unit.removesuffix("bps") + "bit/s"]
+    if unit.endswith("Bps"):
+        alike = [known for known in units if known == unit.removesuffix("ps") + "/s"]
+    return " or ".join(alike) if alike else f"{what} such as {example!r}"
+
+
+def parse_bytes(value: object) -> float:
+    """``"80 GiB"`` -> 85899345920.0"""
+    return _parse(value, _SIZE, "a size", "80 GiB")
+
+
+def parse_seconds(value: object) -> float:
+    """``"10 us"`` -> 1e-05"""
+    return _parse(value, _TIME, "a time", "10 us")
+
+
+def parse_bandwidth(value: object) -> float:
+    """``"25 GB/s"`` -> 25e9, ``"10 Gbit/s"`` -> 1.25e9 and ``"inf GB/s"``, a free link, in bytes per second"""
+    bandwidth = _parse(value, _BANDWIDTH, "a bandwidth", "25 GB/s")
+    if bandwidth == 0:
+        raise ValueError(f"found {value!r}, expected a bandwidth above zero")
+    return bandwidth
+
+
+def parse_compute(value: object) -> float:
+    """``"312 TFLOP/s"`` -> 312e12"""
+    compute = _parse(value, _COMPUTE, "a compute rate", "312 TFLOP/s")
+    if compute == 0:
+        raise ValueError(f"found {value!r}, expected a compute rate above zero")
+    return compute
+
+
+def _scaled(value: float, steps: list[tuple[float, str]]) -> str:
+    """Three significant digits in the largest unit that leaves a number of at least one."""
+    factor, unit = next((step for step in steps if abs(value) >= step[0]), steps[-1])
+    number = value / factor
+    digits = 0 if abs(number) >= 100 or number == 0 else 1 if abs(number) >= 10 else 2
+    return f"{number:.{digits}f} {unit}"
+
+
+def format_bytes(value: float) -> str:
+    """85899345920 -> ``"80.0 GiB"``"""
+    return _scaled(value, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")])
+
+
+def format_seconds(value: float) -> str:
+    """0.0123 -> ``"12.3 ms"``"""
+    return _scaled(value, [(1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")]) if value else "0 s"
+
+
+def format_bandwidth(value: float) -> str:
+    """25e9 -> ``"25.0 GB/s"``"""
+    if math.isinf(value):
+        return "free"
+    return _scaled(value, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")])
+
+
+def format_compute(value: float) -> str:
+    """312e12 -> ``"312 TFLOP/s"``"""
+    return _scaled(value, [(1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s")])
