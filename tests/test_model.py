@@ -1,0 +1,127 @@
+"""What a transformer's shape alone says, against the formulas and tables of the papers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_sim.model import DTYPE_BYTES, bytes_per_parameter, transformer_layers
+from gpipe_sim.scenario import Transformer
+
+
+def transformer(**changes):
+    shape = {"layers": 2, "hidden": 2048, "heads": 32, "vocab": 32000, "sequence": 1024}
+    return Transformer(kind="transformer", **shape | changes)
+
+
+def block(dtype="bf16", **changes):
+    return transformer_layers(transformer(**changes), dtype)[1]
+
+
+def num_parameters(model):
+    return sum(layer.parameters for layer in transformer_layers(model, "fp32"))
+
+
+@st.composite
+def shapes(draw):
+    heads = draw(st.integers(1, 64))
+    return {"heads": heads, "hidden": heads * draw(st.integers(1, 128)), "sequence": draw(st.integers(1, 8192))}
+
+
+dtypes = st.sampled_from(list(DTYPE_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "published", "last_digit"),
+    [(3, 282.2e6, 0.1e6), (13, 785.8e6, 0.1e6), (103, 5.3e9, 0.1e9), (415, 21.0e9, 0.1e9), (1663, 83.9e9, 0.1e9)],
+)
+def test_parameter_counts_are_those_of_gpipe_table_1(num_blocks, published, last_digit):
+    model = transformer(layers=num_blocks, ffn=8192)
+    assert num_parameters(model) == pytest.approx(published, rel=0.003, abs=last_digit / 2)
+
+
+@given(shapes(), st.integers(1, 50))
+def test_a_block_has_12_h_squared_plus_13_h_parameters(shape, num_blocks):
+    h = shape["hidden"]
+    model = transformer(**shape, layers=num_blocks, vocab=1000)
+    assert num_parameters(model) == num_blocks * (12 * h * h + 13 * h) + 2 * 1000 * h + 2 * h
+
+
+@given(shapes())
+def test_classic_attention_saves_what_korthikanti_counts(shape):
+    s, h, a = shape["sequence"], shape["hidden"], shape["heads"]
+    layer = block(**shape, attention="classic")
+    assert layer.saved_bytes == pytest.approx(s * h * (34 + 5 * a * s / h), rel=1e-12)
+
+
+@given(shapes())
+def test_flash_attention_saves_nothing_quadratic_in_the_sequence(shape):
+    assert block(**shape, attention="flash").saved_bytes == 34 * shape["sequence"] * shape["hidden"]
+
+
+@given(shapes(), st.sampled_from(["classic", "flash"]))
+def test_a_block_takes_24_s_h_squared_plus_4_s_squared_h_flops(shape, attention):
+    s, h = shape["sequence"], shape["hidden"]
+    assert block(**shape, attention=attention).flops == 24 * s * h * h + 4 * s * s * h
+
+
+def test_the_head_takes_two_flops_per_weight_and_token():
+    embedding, *_, norm, head = transformer_layers(transformer(), "bf16")
+    assert head.flops == 2 * 1024 * 2048 * 32000
+    assert embedding.flops == norm.flops == 0
+
+
+def test_a_narrower_feed_forward_has_proportionally_less_of_everything_in_it():
+    wide, narrow = block(ffn=8192), block(ffn=2048)
+    assert wide.parameters - narrow.parameters == (2 * 2048 + 1) * 6144
+    assert wide.flops - narrow.flops == 4 * 1024 * 2048 * 6144
+    assert wide.saved_bytes - narrow.saved_bytes == 2 * 2 * 1024 * 6144
+
+
+def test_the_feed_forward_is_four_times_as_wide_as_hidden_unless_told():
+    assert transformer_layers(transformer(), "bf16") == transformer_layers(transformer(ffn=4 * 2048), "bf16")
+
+
+@given(st.integers(1, 30))
+def test_layers_come_in_the_order_of_the_forward_pass(num_blocks):
+    model = transformer(layers=num_blocks)
+    names = [layer.name for layer in transformer_layers(model, "bf16")]
+    assert names == ["embedding", *(f"block.{i}" for i in range(num_blocks)), "norm", "head"]
+    assert len(names) == model.num_layers
+
+
+@given(shapes(), st.sampled_from(["fp32", "bf16", "fp16"]), st.sampled_from(["classic", "flash"]))
+def test_what_a_layer_leaves_behind_includes_its_output(shape, dtype, attention):
+    for layer in transformer_layers(transformer(**shape, attention=attention), dtype):
+        assert layer.saved_bytes >= layer.output_bytes > 0
+        assert layer.kernels >= 1
+        assert layer.workspace_bytes >= 0
+
+
+@given(shapes(), dtypes)
+def test_a_hidden_state_crosses_every_edge_inside_the_model(shape, dtype):
+    *inside, _ = transformer_layers(transformer(**shape), dtype)
+    assert {layer.output_bytes for layer in inside} == {DTYPE_BYTES[dtype] * shape["sequence"] * shape["hidden"]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "expected"),
+    [
+        ("sgd", "fp32", (4, 4, 0)),
+        ("momentum", "fp32", (4, 4, 4)),
+        ("rmsprop", "fp32", (4, 4, 4)),
+        ("adam", "fp32", (4, 4, 8)),
+        ("adam", "fp64", (8, 8, 16)),
+        ("sgd", "bf16", (2, 2, 4)),
+        ("momentum", "fp16", (2, 2, 8)),
+        ("rmsprop", "bf16", (2, 2, 8)),
+        ("adam", "bf16", (2, 2, 12)),
+        ("adam", "fp16", (2, 2, 12)),
+    ],
+)
+def test_bytes_per_parameter_are_weight_gradient_and_state(optimizer, dtype, expected):
+    assert bytes_per_parameter(optimizer, dtype) == expected
+
+
+def test_published_totals_per_parameter():
+    assert sum(bytes_per_parameter("rmsprop", "fp32")) == 12  # GPipe, Table 1
+    assert sum(bytes_per_parameter("adam", "bf16")) == 16  # ZeRO, section 3.1
