@@ -1,0 +1,114 @@
+"""Plan to ordered actions: what each rank does, in which order. The simulator and the engine run these very lists.
+
+An action is written as torch writes it: ``2F0`` is stage 2's forward of micro-batch 0.
+
+    F  forward                 needs the previous stage's output of that micro-batch
+    R  recompute the forward   needs nothing (recompute: early) or the gradient (on_demand)
+    B  backward                needs the next stage's gradient of that micro-batch; at the last stage, the loss
+    U  update                  after the stage's last backward
+
+Communication is implied by what an action needs. A schedule is a pure function from stage, K and M to the order of F
+and B; recomputation and update are added in one place, `stage_actions`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from gpipe_sim.plan import Plan
+from gpipe_sim.scenario import BackwardOrder, ScheduleName
+
+Kind = Literal["F", "R", "B", "U"]
+
+
+class Action(NamedTuple):
+    """One piece of work of one stage."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    """-1 for the update, which belongs to no micro-batch."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+
+
+Order = Iterator[tuple[Literal["F", "B"], int]]
+
+
+def naive(stage: int, num_stages: int, num_microbatches: int, backward: BackwardOrder) -> Order:
+    """The whole batch through all stages at once: one device works, the others wait.
+
+    stage 0  F0          B0
+    stage 1     F0    B0
+    stage 2       F0B0          bubble (K-1)/K
+    """
+    yield "F", 0
+    yield "B", 0
+
+
+def gpipe(stage: int, num_stages: int, num_microbatches: int, backward: BackwardOrder) -> Order:
+    """All forwards, then all backwards, in reverse order of micro-batches as in the paper, or first in first out.
+
+    stage 0  F0 F1 F2                B2 B1 B0
+    stage 1     F0 F1 F2          B2 B1 B0
+    stage 2        F0 F1 F2    B2 B1 B0        bubble (K-1)/(M+K-1)
+    """
+    for microbatch in range(num_microbatches):
+        yield "F", microbatch
+    order = range(num_microbatches)
+    for microbatch in reversed(order) if backward == "reverse" else order:
+        yield "B", microbatch
+
+
+def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int, backward: BackwardOrder) -> Order:
+    """After K-1-k warm-up forwards, one forward and one backward in turn: at most K-k micro-batches are held.
+
+    stage 0  F0 F1 F2       B0 F3 B1    B2    B3
+    stage 1     F0 F1    B0 F2 B1 F3 B2    B3
+    stage 2        F0 B0 F1 B1 F2 B2 F3 B3           bubble (K-1)/(M+K-1), first in first out
+    """
+    ahead = min(num_stages - 1 - stage, num_microbatches)
+    for microbatch in range(ahead):
+        yield "F", microbatch
+    for microbatch in range(num_microbatches):
+        if microbatch + ahead < num_microbatches:
+            yield "F", microbatch + ahead
+        yield "B", microbatch
+
+
+SCHEDULES: dict[ScheduleName, Callable[[int, int, int, BackwardOrder], Order]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+}
+
+
+def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """One stage's list. R(m) stands directly before B(m), so at most one rematerialised micro-batch is held:
+
+    F0 F1 F2   R2 B2   R1 B1   R0 B0   U
+    """
+    actions: list[Action] = []
+    order = SCHEDULES[plan.schedule](stage, plan.num_stages, plan.num_microbatches, plan.backward)
+    recomputed = plan.recomputed(stage)
+    for kind, microbatch in order:
+        if kind == "B" and recomputed[microbatch]:
+            actions.append(Action("R", stage, microbatch))
+        actions.append(Action(kind, stage, microbatch))
+    actions.append(Action("U", stage, -1))
+    return tuple(actions)
+
+
+def rank_actions(plan: Plan) -> tuple[tuple[Action, ...], ...]:
+    """Every rank's list, in the order of `Plan.ranks`."""
+    stage_of = {rank: stage for stage, rank in enumerate(plan.placement)}
+    return tuple(stage_actions(plan, stage_of[rank]) for rank in plan.ranks)
+
+
+def gradient_takers(plan: Plan, stage: int) -> tuple[Kind, ...]:
+    """For each micro-batch, which action of the stage waits for the next stage's gradient.
+
+    The backward does, unless the micro-batch is recomputed on demand: then its R waits, and its B finds it there.
+    """
+    on_demand = plan.recompute == "on_demand"
+    return tuple("R" if on_demand and again else "B" for again in plan.recomputed(stage))

@@ -1,0 +1,68 @@
+"""Schedules as lists: the right actions, once each, in the order that the papers draw."""
+
+from hypothesis import given
+from plans import equal_stages, random_plans
+
+from gpipe_sim.schedule import rank_actions, stage_actions
+
+
+def written(plan, stage: int) -> str:
+    return " ".join(str(action) for action in stage_actions(plan, stage))
+
+
+def test_naive_sends_the_whole_batch_through():
+    plan = equal_stages(3, 1, batch=6, schedule="naive")
+    assert written(plan, 1) == "1F0 1B0 1U"
+    assert plan.sizes == (6,)
+
+
+def test_gpipe_runs_backwards_in_reverse_order_of_micro_batches():
+    assert written(equal_stages(2, 3), 0) == "0F0 0F1 0F2 0B2 0B1 0B0 0U"
+
+
+def test_gpipe_can_run_backwards_first_in_first_out():
+    assert written(equal_stages(2, 3, backward="fifo"), 1) == "1F0 1F1 1F2 1B0 1B1 1B2 1U"
+
+
+def test_1f1b_warms_up_by_one_forward_less_on_each_stage():
+    plan = equal_stages(3, 4, schedule="1f1b")
+    assert written(plan, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0U"
+    assert written(plan, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U"
+    assert written(plan, 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U"
+
+
+def test_recomputation_stands_directly_before_its_backward():
+    assert written(equal_stages(2, 2, checkpoint="always"), 0) == "0F0 0F1 0R1 0B1 0R0 0B0 0U"
+    assert (
+        written(equal_stages(2, 3, checkpoint="always", schedule="1f1b"), 0) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2 0U"
+    )
+
+
+def test_except_last_spares_the_last_micro_batch():
+    assert written(equal_stages(2, 3, checkpoint="except_last"), 0) == "0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0 0U"
+
+
+def test_checkpoint_may_differ_by_stage():
+    plan = equal_stages(2, 2, checkpoint={"per_stage": ["always", "never"]})
+    assert written(plan, 0) == "0F0 0F1 0R1 0B1 0R0 0B0 0U"
+    assert written(plan, 1) == "1F0 1F1 1B1 1B0 1U"
+
+
+def test_placement_sets_which_rank_runs_which_stage():
+    lists = rank_actions(equal_stages(3, 1, placement=[2, 0, 1]))
+    assert [actions[0].stage for actions in lists] == [1, 2, 0]
+
+
+@given(random_plans())
+def test_every_action_happens_exactly_once_and_in_a_possible_order(plan):
+    for stage in range(plan.num_stages):
+        actions = stage_actions(plan, stage)
+        assert len(set(actions)) == len(actions)
+        place = {(action.kind, action.microbatch): row for row, action in enumerate(actions)}
+        again = plan.recomputed(stage)
+        assert len(actions) == 2 * plan.num_microbatches + sum(again) + 1
+        for microbatch in range(plan.num_microbatches):
+            assert place["F", microbatch] < place["B", microbatch]
+            if again[microbatch]:
+                assert place["F", microbatch] < place["R", microbatch] == place["B", microbatch] - 1
+        assert actions[-1].kind == "U"
