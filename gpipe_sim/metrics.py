@@ -1,0 +1,60 @@
+"""Step to numbers. Each metric is defined here once; K stages, M micro-batches, R ranks."""
+
+import numpy as np
+
+from gpipe_sim.profile import Array
+from gpipe_sim.scenario import ScheduleName
+from gpipe_sim.step import Step
+
+
+def _first_start_s(step: Step) -> float:
+    return min(float(timeline.start_s[0]) for timeline in step.ranks)
+
+
+def step_time_s(step: Step) -> float:
+    """From the first action's start until the last rank has finished its own update.
+
+    That is the max over ranks of (last backward + update): updates hide in the drain.
+    """
+    return max(float(timeline.end_s[-1]) for timeline in step.ranks) - _first_start_s(step)
+
+
+def pipeline_time_s(step: Step) -> float:
+    """T: from the first action's start to the last backward's end."""
+    backwards = [
+        timeline.end_s[row]
+        for timeline in step.ranks
+        for row, action in enumerate(timeline.actions)
+        if action.kind == "B"
+    ]
+    return float(max(backwards)) - _first_start_s(step)
+
+
+def busy_s(step: Step) -> Array:
+    """Seconds in F, R and B of each rank."""
+    return np.array([timeline.busy_s() for timeline in step.ranks])
+
+
+def bubble_fraction(step: Step) -> float:
+    """1 - busy / (R T): the share of the ranks' time in which nothing is computed (GPipe, section 2.3)."""
+    return 1.0 - float(busy_s(step).sum()) / (len(step.ranks) * pipeline_time_s(step))
+
+
+def bubble_ideal(schedule: ScheduleName, num_stages: int, num_microbatches: int) -> float:
+    """(K-1) / (M+K-1): the bubble of equal stages and free links, for `gpipe` and `1f1b` alike; `naive` has M = 1.
+
+    `bubble_fraction` equals it exactly for equal micro-batches and no, or on-demand `always`, recompute. Early
+    recompute fills part of the bubble, so that the simulated one is smaller.
+    """
+    M = 1 if schedule == "naive" else num_microbatches
+    return (num_stages - 1) / (M + num_stages - 1)
+
+
+def over_ideal_time(bubble: float) -> float:
+    """Idle time over busy time, x / (1-x) for a bubble fraction x: the (K-1)/M of Narayanan et al. (2021)."""
+    return bubble / (1.0 - bubble)
+
+
+def utilization(step: Step) -> Array:
+    """Busy seconds over T of each rank."""
+    return busy_s(step) / pipeline_time_s(step)

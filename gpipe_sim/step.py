@@ -1,0 +1,92 @@
+"""Step: one training step as it happened or as it is predicted to happen; the one type for both.
+
+Time starts at 0 with the step's first action. A rank's record has one row per action of its list:
+
+    rank 1   |--wait--|==1F0==|        |==1F1==|
+                      ^start  ^end
+             arrival of its input      send: sent_s at the action's end, on the link from send_start_s,
+                                       delivered at send_end_s
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpipe_sim.memory import MemoryCurve
+from gpipe_sim.profile import Array
+from gpipe_sim.schedule import Action
+
+Lane = Literal["compute", "send", "receive"]
+
+
+class Span(NamedTuple):
+    """One stretch of time on one of a rank's lanes; in the receive lane it is the time spent waiting for a message."""
+
+    rank: int
+    lane: Lane
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankTimeline:
+    """What one rank did: parallel columns, one entry per action; NaN where an action receives or sends nothing."""
+
+    rank: int
+    stage: int
+    actions: tuple[Action, ...]
+    start_s: Array
+    end_s: Array
+    arrived_s: Array
+    """When the message that the action needs was delivered."""
+    send_start_s: Array
+    """When the action's own message began to occupy its link."""
+    send_end_s: Array
+    """When the action's own message was delivered."""
+    blocking: bool = False
+    """Whether the rank stood still until each of its messages was delivered."""
+
+    def rows(self, num_microbatches: int) -> dict[str, npt.NDArray[np.int_]]:
+        """Kind (F, R, B) -> micro-batch -> the row of that action; -1 where there is none."""
+        found = {kind: [-1] * num_microbatches for kind in ("F", "R", "B")}
+        for row, (kind, _, microbatch) in enumerate(self.actions):
+            if microbatch >= 0:
+                found[kind][microbatch] = row
+        return {kind: np.array(rows) for kind, rows in found.items()}
+
+    def busy_s(self) -> float:
+        """Seconds in F, R and B."""
+        is_compute = np.array([action.kind != "U" for action in self.actions])
+        return float((self.end_s - self.start_s)[is_compute].sum())
+
+    def spans(self) -> Iterator[Span]:
+        """The three lanes, span by span."""
+        free = 0.0
+        for i, action in enumerate(self.actions):
+            start, end = float(self.start_s[i]), float(self.end_s[i])
+            if self.arrived_s[i] > free:
+                yield Span(self.rank, "receive", action, free, float(self.arrived_s[i]))
+            yield Span(self.rank, "compute", action, start, end)
+            free = end
+            if not np.isnan(self.send_end_s[i]):
+                yield Span(self.rank, "send", action, float(self.send_start_s[i]), float(self.send_end_s[i]))
+                if self.blocking:
+                    free = float(self.send_end_s[i])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """A timeline and the memory that goes with it, rank by rank in the order of `Plan.ranks`."""
+
+    ranks: tuple[RankTimeline, ...]
+    memory: tuple[MemoryCurve, ...] = ()
+    """One curve per rank; empty where only times were asked for."""
+
+    def spans(self) -> Iterator[Span]:
+        """Every span of every rank."""
+        for timeline in self.ranks:
+            yield from timeline.spans()

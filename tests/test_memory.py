@@ -1,0 +1,176 @@
+"""Memory over time: every byte has a beginning and an end, and the peaks grow as the papers say."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import equal_stages, layers, plan, random_plans, scenario
+
+from gpipe_sim.memory import MODEL_PARTS, stage_bytes
+from gpipe_sim.plan import Plan, make_plan
+from gpipe_sim.schedule import gradient_takers
+from gpipe_sim.simulate import simulate
+from gpipe_sim.step import RankTimeline
+
+SAVED = 4.0
+"""Bytes that a sample leaves on each of `equal_stages`."""
+
+
+def largest(plan: Plan, stage: int, part: str) -> float:
+    return float(simulate(plan).memory[stage].parts[part].max())
+
+
+@given(random_plans(shared=True))
+def test_memory_returns_to_its_start_after_a_step_and_is_never_negative(plan):
+    for curve in simulate(plan).memory:
+        for part, values in curve.parts.items():
+            assert (values >= 0).all(), part
+            if part not in ("parameters", "optimizer", "inputs"):
+                assert values[-1] == 0, part
+        assert curve.total[-1] == curve.parts["parameters"][0] + curve.parts["optimizer"][0] + curve.parts["inputs"][-1]
+        assert (np.diff(curve.times) > 0).all()
+
+
+@given(random_plans())
+def test_peak_is_the_sum_of_its_parts_and_activations_are_what_is_not_the_model(plan):
+    for curve in simulate(plan).memory:
+        at_peak = curve.at_peak()
+        assert curve.peak_bytes == pytest.approx(sum(at_peak.values()), abs=1)
+        model = sum(at_peak[part] for part in MODEL_PARTS)
+        assert curve.activation_bytes == pytest.approx(curve.peak_bytes - model, abs=1)
+
+
+def holdings(plan: Plan, timeline: RankTimeline) -> list[tuple[float, float, float]]:
+    """(from, to, bytes) of everything a rank holds beside its model, one by one, straight from the definition."""
+    stage, held = timeline.stage, []
+    row = {(action.kind, action.microbatch): i for i, action in enumerate(timeline.actions)}
+    takers = gradient_takers(plan, stage)
+
+    def posted(order: list[float], time: float) -> float:
+        place = sorted(order).index(time)
+        return 0.0 if plan.window is None or place < plan.window else sorted(order)[place - plan.window]
+
+    forwards = [float(timeline.start_s[row["F", m]]) for m in range(plan.num_microbatches)]
+    takes = [float(timeline.start_s[row[takers[m], m]]) for m in range(plan.num_microbatches)]
+    first_backward = min(float(timeline.start_s[row["B", m]]) for m in range(plan.num_microbatches))
+    for m, size in enumerate(plan.sizes):
+        costs = stage_bytes(plan, size)
+        f, b = row["F", m], row["B", m]
+        start, end, sent = timeline.start_s, timeline.end_s, timeline.send_end_s
+        again = ("R", m) in row
+        begin = start[row["R", m]] if again else start[f]
+        held.append((begin, end[b], costs.saved[stage]))
+        held.append((start[f], end[f], (costs.no_grad_workspace if again else costs.forward_workspace)[stage]))
+        if again:
+            held.append((begin, end[row["R", m]], costs.forward_workspace[stage]))
+        is_first = start[b] == first_backward
+        held.append(
+            (start[b], end[b], (costs.first_backward_workspace if is_first else costs.backward_workspace)[stage])
+        )
+        if stage > 0:
+            held.append((posted(forwards, forwards[m]), end[b], costs.input[stage]))
+            held.append((end[b], sent[b], costs.input[stage]))
+        if stage < plan.num_stages - 1:
+            held.append((posted(takes, takes[m]), end[b], costs.output[stage]))
+            if again:
+                held.append((end[f], sent[f], costs.output[stage]))
+    return held
+
+
+@given(random_plans())
+def test_curve_equals_adding_up_everything_held_one_by_one(plan):
+    step = simulate(plan)
+    for timeline, curve in zip(step.ranks, step.memory, strict=True):
+        held = holdings(plan, timeline)
+        data = sum(values for part, values in curve.parts.items() if part not in MODEL_PARTS)
+        for time, found in zip(curve.times, data, strict=True):
+            expected = sum(amount for begin, end, amount in held if begin <= time < end)
+            assert found == pytest.approx(expected, abs=4), "each part is rounded to bytes"
+
+
+@given(st.integers(1, 5), st.integers(1, 12))
+def test_gpipe_without_checkpointing_holds_every_micro_batch(K, M):
+    for stage in range(K):
+        assert largest(equal_stages(K, M), stage, "activations") == M * SAVED
+
+
+@given(st.integers(1, 5), st.integers(1, 12))
+def test_peak_activations_of_gpipe_grow_with_m_at_fixed_micro_batch_size(K, M):
+    fewer, more = (simulate(equal_stages(K, count)).memory for count in (M, M + 1))
+    assert all(a.activation_bytes < b.activation_bytes for a, b in zip(fewer, more, strict=True))
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.sampled_from([1, 2, 3]))
+def test_1f1b_is_bounded_by_k_micro_batches_plus_the_window(K, M, window):
+    made = equal_stages(K, M, schedule="1f1b", window=window)
+    for stage, curve in enumerate(simulate(made).memory):
+        assert curve.parts["activations"].max() <= min(M, K - stage) * SAVED
+        assert curve.parts["inputs"].max() <= min(M, K - stage + window)
+
+
+def test_checkpointing_holds_one_rematerialised_micro_batch_and_all_boundary_inputs():
+    for mode in ("always", "except_last"):
+        made = equal_stages(3, 8, checkpoint=mode)
+        assert largest(made, 1, "activations") == SAVED
+        assert largest(made, 1, "inputs") == 8.0
+
+
+def test_checkpointed_memory_is_n_plus_l_over_k_times_n_over_m():
+    """GPipe section 2.3: at a fixed batch N, more micro-batches shrink the second term only."""
+    model = layers([1.0] * 8, [2.0] * 8, [1.0] * 8, [10.0] * 8)
+    for M in (1, 2, 4, 8):
+        made = plan(model, M, batch=8, stages=2, checkpoint="always", balance=[4, 4])
+        assert largest(made, 1, "inputs") == 8
+        assert largest(made, 1, "activations") == 4 * 10 * 8 / M
+
+
+def test_gradients_appear_with_the_first_backward_and_go_with_the_update():
+    made = plan(layers([1.0, 1.0], parameters=100), 2)
+    step = simulate(made)
+    curve, timeline = step.memory[0], step.ranks[0]
+    held = curve.times[curve.parts["gradients"] > 0]
+    first_backward = min(s for s, a in zip(timeline.start_s, timeline.actions, strict=True) if a.kind == "B")
+    assert held[0] == first_backward
+    assert curve.parts["gradients"].max() == 100
+    assert curve.parts["optimizer"][0] == 200  # adam in fp32: two states of four bytes per parameter
+
+
+def test_posted_receives_are_memory_from_the_moment_they_are_posted():
+    made = equal_stages(2, 8, window=3)
+    stage1 = simulate(made).memory[1]
+    assert stage1.times[0] == 0
+    assert stage1.parts["buffers"][0] == 3.0
+
+
+def test_a_transformer_stage_holds_what_korthikanti_counts():
+    """One block per stage, classic attention: s b h (34 + 5 a s / h) bytes per micro-batch in flight."""
+    s, h, a, n, M = 64, 128, 4, 2, 4
+    data = {
+        "model": {"kind": "transformer", "layers": 4, "hidden": h, "heads": a, "vocab": 100, "sequence": s},
+        "batch": n * M,
+        "cluster": {"device": "a100-80gb", "link": "nvlink3"},
+        "plan": {"stages": 3, "microbatches": M, "checkpoint": "never", "balance": [2, 2, 3]},
+    }
+    data["model"]["attention"] = "classic"
+    made = make_plan(scenario(data))
+    assert largest(made, 1, "activations") == M * 2 * s * n * h * (34 + 5 * a * s / h)
+
+
+def test_workspace_of_a_stage_is_the_highest_point_of_walking_through_its_layers():
+    data = {
+        "model": {"kind": "transformer", "layers": 2, "hidden": 8, "heads": 2, "vocab": 1000, "sequence": 4},
+        "batch": 1,
+        "dtype": "fp32",
+        "cluster": {"device": "a100-80gb", "link": "nvlink3"},
+        "plan": {"stages": 1, "microbatches": 1},
+    }
+    made = make_plan(scenario(data))
+    costs, profile = stage_bytes(made, 1), made.profile.at(1)
+    logits = 4 * 1000 * 4
+    assert profile.output_bytes[-1] == logits
+    # The head's forward without gradients: its input, its logits and as much again for the loss.
+    assert costs.no_grad_workspace[0] == profile.output_bytes[-2] + logits + profile.workspace_no_grad_bytes[-1]
+    # Its backward begins with everything saved: gradients of logits and input, and the workspace.
+    assert costs.first_backward_workspace[0] == logits + profile.output_bytes[-2] + profile.workspace_backward_bytes[-1]
+    # Adding to an existing gradient takes room for the head's 8000 weights once more.
+    assert costs.backward_workspace[0] == costs.first_backward_workspace[0] + 8000 * 4
