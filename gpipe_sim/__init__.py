@@ -1,0 +1,54 @@
+"""Predict how a pipeline-parallel training step behaves, before running it.
+
+The names below are in the order of the data flow, a newcomer's table of contents:
+
+    scenario file --load_scenario--> Scenario --make_plan--> Plan --simulate--> Step
+                                                              '----predict----> Prediction
+"""
+
+from gpipe_sim.files import InputError
+from gpipe_sim.scenario import Scenario
+from gpipe_sim.sweep import Sweep, load_scenario
+from gpipe_sim.catalog import Device, Link
+from gpipe_sim.profile import Profile, build_profile, load_profile
+from gpipe_sim.partition import partition
+from gpipe_sim.plan import Plan, make_plan
+from gpipe_sim.schedule import Action, rank_actions
+from gpipe_sim.simulate import DeadlockError, Effects, simulate
+from gpipe_sim.step import Span, Step
+from gpipe_sim.memory import MemoryCurve
+from gpipe_sim.metrics import bubble_fraction, bubble_ideal, pipeline_time_s, step_time_s
+from gpipe_sim.explain import critical_path
+from gpipe_sim.predict import Prediction, predict
+from gpipe_sim.trace import to_trace
+
+__all__ = [
+    "InputError",
+    "Scenario",
+    "Sweep",
+    "load_scenario",
+    "Device",
+    "Link",
+    "Profile",
+    "build_profile",
+    "load_profile",
+    "partition",
+    "Plan",
+    "make_plan",
+    "Action",
+    "rank_actions",
+    "DeadlockError",
+    "Effects",
+    "simulate",
+    "Span",
+    "Step",
+    "MemoryCurve",
+    "bubble_fraction",
+    "bubble_ideal",
+    "pipeline_time_s",
+    "step_time_s",
+    "critical_path",
+    "Prediction",
+    "predict",
+    "to_trace",
+]
