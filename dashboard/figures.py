@@ -1,0 +1,239 @@
+"""One step to plotly figures: pure functions, shared by the HTML report and, later, the dashboard."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
+
+from dashboard.style import INK, MAX_TICKS, NO_LEGEND, figure, limit_line, memory_unit, time_unit
+from gpipe_sim import palette
+from gpipe_sim.explain import LABELS
+from gpipe_sim.memory import PARTS
+from gpipe_sim.metrics import step_time_s
+from gpipe_sim.profile import Array
+from gpipe_sim.step import Span, Step
+from gpipe_sim.units import format_seconds
+
+MAX_BARS = 4000
+"""Beyond this many bars a browser takes seconds to draw or zoom them; lines on the graphics card do not."""
+
+
+def _rank_ticks(step: Step) -> dict[str, Any]:
+    """An axis with a row or column for each rank, in the order of the step; the stage is named where it differs."""
+    names = [f"{t.rank}" if t.rank == t.stage else f"{t.rank} (stage {t.stage})" for t in step.ranks]
+    every = -(-len(names) // MAX_TICKS)
+    ticks = {"tickvals": list(range(len(names)))[::every], "ticktext": names[::every], "title": {"text": "rank"}}
+    return ticks | {"showgrid": False, "zeroline": False, "ticks": "outside", "tickcolor": "rgba(0,0,0,0)"}
+
+
+_BAR, _LANE = 0.62, 0.12
+"""Heights in a rank's row, which is 1 high: its actions, and the thin bars of its messages."""
+_SEND = (_BAR + _LANE) / 2 + 0.02
+"""A message lies below the action that sends it; waiting is drawn in the middle of the row, where no action is."""
+
+_HOVER = "%{hovertext}<br>%{customdata[0]:.5~s}s to %{customdata[1]:.5~s}s<br>takes %{customdata[2]:.4~s}s"
+
+
+def gantt(step: Step, critical: Sequence[Span] | None = None, title: str | None = None) -> go.Figure:
+    """Who does what when: a row per rank, rank 0 on top, one trace for each kind of action and of message lane.
+
+    rank 0   [F0][F1][F2]             [B2]...      actions, with the micro-batch's number where there is room
+              ----====                             messages on their way
+    rank 1   .....[F0]                             waiting for a message
+
+    The critical path, as `explain.critical_path` gives it, is outlined and can be switched off in the legend.
+    """
+    row = {timeline.rank: index for index, timeline in enumerate(step.ranks)}
+    size, unit = time_unit(step_time_s(step))
+    spans = list(step.spans())
+    as_lines = len(spans) > MAX_BARS
+    height = 90 + len(row) * max(8, min(44, 640 // len(row)))
+    row_px = (height - 90) / len(row)
+
+    groups: list[tuple[str, str, float, float, list[Span]]] = []
+    for lane, name, offset in (("receive", "waiting", 0.0), ("send", "message", _SEND)):
+        found = [span for span in spans if span.lane == lane]
+        groups.append((name, palette.LANES[lane], offset, _LANE, found))
+    for kind, name in palette.KIND_NAMES.items():
+        found = [span for span in spans if span.lane == "compute" and span.action.kind == kind]
+        groups.append((name, palette.KINDS[kind], 0.0, _BAR, found))
+
+    traces: list[Any] = []
+    for name, color, offset, width, found in groups:
+        if not found:
+            continue
+        start = np.array([span.start_s for span in found])
+        end = np.array([span.end_s for span in found])
+        y = np.array([row[span.rank] for span in found]) + offset
+        shared = {"name": name, "hovertemplate": _HOVER + "<extra>%{fullData.name}</extra>"}
+        hover, times = [str(span.action) for span in found], np.stack([start, end, end - start], axis=1)
+        if as_lines:
+            thrice = np.repeat(times, 3, axis=0).astype(np.float32)
+            gap = np.full(len(found), np.nan)
+            traces.append(
+                go.Scattergl(
+                    **shared,
+                    x=np.stack([start / size, end / size, gap], axis=1).ravel(),
+                    y=np.stack([y, y, gap], axis=1).ravel(),
+                    mode="lines",
+                    line={"color": color, "width": max(1.0, width * row_px)},
+                    hovertext=[text for text in hover for _ in range(3)],
+                    customdata=thrice,
+                )
+            )
+        else:
+            numbers = [str(span.action.microbatch) if span.action.microbatch >= 0 else "" for span in found]
+            digits = max(map(len, numbers))
+            numbers = [number.rjust(digits, "\u2007") for number in numbers]  # all as wide, so all shown or none
+            traces.append(
+                go.Bar(
+                    **shared,
+                    orientation="h",
+                    base=start / size,
+                    x=(end - start) / size,
+                    y=y,
+                    width=width,
+                    marker={"color": color, "line": {"width": 0}},
+                    hovertext=hover,
+                    customdata=times,
+                    **({"text": numbers, "textposition": "inside", "textangle": 0} if width == _BAR else {}),
+                    insidetextanchor="middle",
+                )
+            )
+    if critical:
+        traces.append(_outline(critical, row, size, gl=as_lines))
+    return figure(
+        *traces,
+        height=height,
+        x={"title": {"text": f"time, {unit}"}, "rangemode": "tozero"},
+        y=_rank_ticks(step) | {"range": [len(row) - 0.5, -0.5]},
+        barmode="overlay",
+        uniformtext={"minsize": 8, "mode": "hide"},  # numbers come and go as one zooms
+        title={"text": escape(title), "automargin": True, "yref": "container"} if title else None,
+    )
+
+
+def _outline(critical: Sequence[Span], row: Mapping[int, int], size: float, *, gl: bool) -> Any:
+    """A frame around each unbroken run of work, and a line along each message that leads to the next rank."""
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    runs: list[list[Span]] = []
+    for span in critical:
+        last = runs[-1][-1] if runs else None
+        if last and span.lane == last.lane == "compute" and span.rank == last.rank:
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    for index, run in enumerate(runs):
+        start, end, y = run[0].start_s / size, run[-1].end_s / size, float(row[run[0].rank])
+        if run[0].lane == "compute":
+            top, bottom = y - _BAR / 2, y + _BAR / 2
+            xs += [start, end, end, start, start, None]
+            ys += [top, top, bottom, bottom, top, None]
+        else:
+            following = runs[index + 1][0].rank if index + 1 < len(runs) else run[0].rank
+            xs += [start, start, end, end, None]
+            ys += [y, y + _SEND, y + _SEND, row[following], None]
+    kind = go.Scattergl if gl else go.Scatter
+    line = {"color": palette.CRITICAL, "width": 2}
+    return kind(x=xs, y=ys, mode="lines", line=line, name="critical path", hoverinfo="skip")
+
+
+def memory_over_time(step: Step, limit_bytes: float) -> go.Figure:
+    """Bytes of each rank from one moment to the next, under the device's limit."""
+    most, end = max(curve.peak_bytes for curve in step.memory), step_time_s(step)
+    (scale, unit), (size, bytes_unit) = time_unit(end), memory_unit(most)
+    kind = go.Scattergl if sum(len(curve.times) for curve in step.memory) > 5 * MAX_BARS else go.Scatter
+    shades = sample_colorscale("Viridis", np.linspace(0.35, 0.9, len(step.ranks)))
+    traces = [
+        kind(
+            x=np.append(curve.times, max(end, curve.times[-1])) / scale,
+            y=np.append(curve.total, curve.total[-1]) / size,
+            mode="lines",
+            line={"shape": "hv", "width": 1.5, "color": shade},
+            name=f"rank {timeline.rank}",
+            showlegend=len(step.ranks) <= MAX_TICKS,
+            hovertemplate=f"%{{y:.2f}} {bytes_unit} at %{{x:.4~g}} {unit}",
+        )
+        for curve, timeline, shade in zip(step.memory, step.ranks, shades, strict=True)
+    ]
+    return figure(
+        *traces,
+        limit_line(limit_bytes, most, (0.0, end / scale), size),
+        height=340,
+        x={"title": {"text": f"time, {unit}"}},
+        y={"title": {"text": f"memory, {bytes_unit}"}, "rangemode": "tozero"},
+    )
+
+
+def memory_parts(step: Step, limit_bytes: float) -> go.Figure:
+    """What each rank's peak is made of; the parts that do not depend on the data lie at the bottom."""
+    peaks, ranks = [curve.at_peak() for curve in step.memory], list(range(len(step.ranks)))
+    most = max(curve.peak_bytes for curve in step.memory)
+    size, unit = memory_unit(most)
+    traces = [
+        go.Bar(
+            x=ranks,
+            y=[peak[part] / size for peak in peaks],
+            marker={"color": palette.MEMORY[part], "line": {"width": 0}},
+            name=part,
+            customdata=[timeline.rank for timeline in step.ranks],
+            hovertemplate=f"rank %{{customdata}}: %{{y:.2f}} {unit}",
+        )
+        for part in PARTS
+        if any(peak[part] for peak in peaks)
+    ]
+    return figure(
+        *traces,
+        limit_line(limit_bytes, most, (-0.5, len(ranks) - 0.5), size),
+        height=340,
+        x=_rank_ticks(step) | {"range": [-0.5, len(ranks) - 0.5]},
+        y={"title": {"text": f"memory at the peak, {unit}"}, "rangemode": "tozero"},
+        barmode="stack",
+    )
+
+
+def utilization(step: Step, busy_share: Array) -> go.Figure:
+    """The share of the pipeline's time that each rank computes; what is missing to 1 is its bubble."""
+    bar = go.Bar(
+        x=list(range(len(step.ranks))),
+        y=busy_share,
+        marker={"color": palette.KINDS["F"], "line": {"width": 0}},
+        texttemplate="%{y:.0%}" if len(step.ranks) <= MAX_TICKS else None,
+        customdata=[timeline.rank for timeline in step.ranks],
+        hovertemplate="rank %{customdata}: %{y:.1%}<extra></extra>",
+    )
+    y = {"title": {"text": "busy"}, "range": [0, 1], "tickformat": ".0%"}
+    return figure(bar, height=340, x=_rank_ticks(step), y=y, margin=dict(NO_LEGEND))
+
+
+def waterfall(breakdown_s: Mapping[str, float]) -> go.Figure:
+    """From useful compute to the step time: each bar begins where the one above ends. Causes of nothing are absent."""
+    total = sum(breakdown_s.values())
+    size, unit = time_unit(total)
+    parts = [part for part, seconds in breakdown_s.items() if abs(seconds) > 1e-9 * total]
+    seconds = np.array([breakdown_s[part] for part in parts])
+    begins = np.cumsum(seconds) - seconds
+    texts = [f"{format_seconds(value)}, {value / total:.0%}" for value in seconds]
+    bars = go.Bar(
+        orientation="h",
+        base=np.append(begins, 0.0) / size,
+        x=np.append(seconds, total) / size,
+        y=[*(LABELS[part] for part in parts), "step time"],
+        marker={"color": [*(palette.BREAKDOWN[part] for part in parts), INK], "line": {"width": 0}},
+        text=[*texts, format_seconds(total)],
+        textposition="outside",
+        cliponaxis=False,
+        hovertemplate="%{y}: %{text}<extra></extra>",
+    )
+    reach = max(total, float((begins + seconds).max())) / size
+    return figure(
+        bars,
+        height=340,
+        x={"title": {"text": f"time, {unit}"}, "range": [0, 1.3 * reach]},
+        y={"autorange": "reversed", "showgrid": False},
+        margin=dict(NO_LEGEND),
+    )

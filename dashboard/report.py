@@ -1,0 +1,275 @@
+"""Predictions to one HTML page that opens anywhere, offline: plotly.js inside, no fonts, nothing to load."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from dashboard import figures, sweeps
+from dashboard.style import CONFIG
+from gpipe_sim.explain import critical_path
+from gpipe_sim.predict import Prediction, fastest, varying
+from gpipe_sim.scenario import Transformer
+from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
+
+
+def report_page(predictions: Sequence[Prediction], title: str) -> str:
+    """One plan in full or, of several, a comparison and then in full the fastest that fits of each scenario."""
+    body = _Page()
+    groups: dict[tuple[str, str], list[Prediction]] = {}
+    for prediction in predictions:
+        scenario = prediction.plan.scenario
+        groups.setdefault((scenario.document.file, scenario.name), []).append(prediction)
+    if len(predictions) > 1:
+        fitting = sum(prediction.fits for prediction in predictions)
+        body.add(f'<p class="verdict">{fitting} of {len(predictions)} plans fit in memory.</p>')
+        body.add(_table(list(groups.values())))
+    for (_, name), group in groups.items():
+        if len(groups) > 1:
+            body.add(f"<h2>{escape(name)}</h2>")
+        if len(group) > 1:
+            body.sweep(group)
+        best = fastest(group)
+        if len(group) > 1:
+            which = "The fastest plan that fits" if best.fits else "No plan fits; the fastest of them"
+            body.add(f"<h2>{which}: {escape(best.settings)}</h2>")
+        body.plan(best)
+    body.add("<h2>Assumptions</h2>")
+    for (_, name), group in groups.items():
+        items = "".join(f"<li>{escape(line)}</li>" for line in _assumptions(group))
+        body.add(f"<h3>{escape(name)}</h3><ul>{items}</ul>")
+    return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
+
+
+class _Page:
+    """The page's body as it grows; figures are numbered so that the same predictions give the same file."""
+
+    def __init__(self) -> None:
+        self.html = ""
+        self._num_figures = 0
+
+    def add(self, html: str) -> None:
+        self.html += html + "\n"
+
+    def figure(self, figure: go.Figure, name: str, heading: str, caption: str) -> str:
+        self._num_figures += 1
+        chart = figure.to_html(
+            config=dict(CONFIG),
+            include_plotlyjs=False,
+            full_html=False,
+            default_height=f"{figure.layout.height}px",
+            div_id=f"{name}-{self._num_figures}",
+        )
+        return f'<figure data-figure="{name}"><h3>{heading}</h3><p class="caption">{caption}</p>{chart}</figure>'
+
+    def sweep(self, group: Sequence[Prediction]) -> None:
+        """What the swept fields do within one scenario."""
+        plans = [prediction.plan for prediction in group]
+        fields = varying(group)
+        limits = {plan.memory_limit for plan in plans}
+        chart = sweeps.time_memory(group, limits.pop() if len(limits) == 1 else None)
+        caption = "Each plan is a point; down and to the left is better. Rings mark plans that no other beats in both."
+        self.add(self.figure(chart, "time-memory", "Time against memory", caption))
+        if len({(plan.num_stages, plan.num_microbatches) for plan in plans}) > 1:
+            caption = "× and grey: does not fit. A cell that several plans share shows the fastest that fits."
+            maps = [
+                self.figure(
+                    sweeps.heatmap(group, metric),
+                    "heatmap",
+                    f"{name.capitalize()} by stages and micro-batches",
+                    caption,
+                )
+                for metric, name in sweeps.METRICS.items()
+            ]
+            self.add(f'{maps[0]}<div class="pair">{maps[1]}{maps[2]}</div>')
+        if len(fields) == 1:
+            caption = "The closed form is (K-1)/(M+K-1): equal stages, free links."
+            heading = f"Along {escape(fields[0])}"
+            self.add(self.figure(sweeps.sweep_lines(group), "sweep-lines", heading, caption))
+
+    def plan(self, prediction: Prediction) -> None:
+        """One plan: the verdict, its numbers, and why they are what they are."""
+        plan, step, limit = prediction.plan, prediction.step, prediction.plan.memory_limit
+        self.add(f'<p class="verdict">{escape(prediction.verdict)}</p>')
+        numbers = "".join(
+            f'<div class="number {kind}"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+            for name, value, note, kind in _key_numbers(prediction)
+        )
+        self.add(f'<dl class="numbers">{numbers}</dl>')
+        jitter = plan.scenario.cluster.jitter
+        sample = f" With jitter: the sample with the median step time, of {jitter.samples}." if jitter else ""
+        chart = figures.gantt(step, critical_path(plan, step))
+        caption = "A row for each rank. The outlined chain sets the step time; a click in the legend hides it." + sample
+        self.add(self.figure(chart, "gantt", "Timeline", caption))
+        caption = "Bytes in use on each rank. A limit far above them starts hidden; click it in the legend."
+        over_time = self.figure(figures.memory_over_time(step, limit), "memory", "Memory over time", caption)
+        caption = "What each rank holds at its own highest moment."
+        parts = self.figure(figures.memory_parts(step, limit), "memory-parts", "Memory at the peak", caption)
+        caption = "What each cause adds to the step; together they are the step time."
+        waterfall = self.figure(figures.waterfall(prediction.breakdown_s), "waterfall", "Where the time goes", caption)
+        caption = "Share of the pipeline's time in which a rank computes; the rest is its bubble."
+        utilization = figures.utilization(step, prediction.utilization)
+        busy = self.figure(utilization, "utilization", "Utilisation", caption)
+        self.add(f'<div class="pair">{waterfall}{busy}</div><div class="pair">{over_time}{parts}</div>')
+
+
+def _key_numbers(prediction: Prediction) -> Iterator[tuple[str, str, str, str]]:
+    """Name, value, note and CSS class of each."""
+    plan, peak = prediction.plan, max(prediction.peak_memory_bytes)
+    note = f"K = {plan.num_stages}, M = {plan.num_microbatches}, {plan.schedule}"
+    if plan.scenario.cluster.jitter:
+        p50, p95 = np.quantile(prediction.step_times_s, [0.5, 0.95])
+        note = f"mean; p50 {format_seconds(p50)}, p95 {format_seconds(p95)}"
+    yield "step time", format_seconds(prediction.step_time_s), note, ""
+    yield "throughput", f"{prediction.throughput_samples_s:.4g} /s", f"samples, batch {plan.scenario.batch}", ""
+    yield "bubble", f"{prediction.bubble_fraction:.1%}", f"closed form {prediction.bubble_ideal:.1%}", ""
+    share = f"{peak / plan.memory_limit:.0%} of {format_bytes(plan.memory_limit)}"
+    note, kind = (f"fits, {share}", "good") if prediction.fits else (f"does not fit, {share}", "bad")
+    yield "peak memory", format_bytes(peak), note, kind
+
+
+def _table(groups: Sequence[Sequence[Prediction]]) -> str:
+    """All plans, one row each; a click on a column's head sorts by it."""
+    predictions = [prediction for group in groups for prediction in group]
+    best = [fastest(group) for group in groups]
+    swept = [prediction.plan.scenario.swept for prediction in predictions]
+    fields = {f: None for values in swept for f in values if f not in ("plan.stages", "plan.microbatches")}
+    place = {f: {text: i for i, text in enumerate(dict.fromkeys(str(v.get(f, "")) for v in swept))} for f in fields}
+
+    def cells(prediction: Prediction) -> Iterator[tuple[str, Any, str]]:
+        """Heading, value to sort by, text. Swept values sort in the order of the file."""
+        plan, peak = prediction.plan, max(prediction.peak_memory_bytes)
+        if len(groups) > 1:
+            yield "scenario", plan.scenario.name, plan.scenario.name
+        yield "K", plan.num_stages, str(plan.num_stages)
+        yield "M", plan.num_microbatches, str(plan.num_microbatches)
+        for field in fields:
+            text = str(plan.scenario.swept.get(field, ""))
+            yield field.split(".", 1)[1], place[field][text], text
+        yield "step time", prediction.step_time_s, format_seconds(prediction.step_time_s)
+        yield "samples/s", prediction.throughput_samples_s, f"{prediction.throughput_samples_s:.4g}"
+        yield "bubble", prediction.bubble_fraction, f"{prediction.bubble_fraction:.1%}"
+        yield "closed form", prediction.bubble_ideal, f"{prediction.bubble_ideal:.1%}"
+        yield "peak memory", peak, format_bytes(peak)
+        yield "fits", int(prediction.fits), "yes" if prediction.fits else "× no"
+
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name, _, _ in cells(predictions[0])
+    )
+    rows = ""
+    for prediction in predictions:
+        kind = "over" if not prediction.fits else "best" if prediction in best else ""
+        texts = (f'<td data-value="{escape(str(value))}">{escape(text)}</td>' for _, value, text in cells(prediction))
+        rows += f'<tr class="{kind}">{"".join(texts)}</tr>\n'
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        '<p class="caption">A click on a heading sorts. Bold: the fastest plan that fits. ×: does not fit.</p>'
+    )
+
+
+def _assumptions(group: Sequence[Prediction]) -> Iterator[str]:
+    """What the numbers rest on, one sentence each."""
+    plans = [prediction.plan for prediction in group]
+    scenario, profile = plans[0].scenario, plans[0].profile
+    cluster, device = scenario.cluster, scenario.cluster.device
+    yield "All times and sizes are predicted by simulating the schedule; nothing was run."
+    if profile.source != "analytic":
+        yield f"Layer costs were {profile.source}, on {profile.device}, {profile.dtype}."
+    elif isinstance(scenario.model, Transformer):
+        yield (
+            f"Layer costs are analytic: a roofline of {device.name} in {scenario.dtype} (figures: {device.source}), "
+            f"with {device.efficiency:.0%} of peak compute attained."
+        )
+    else:
+        yield "Layer costs are those written in the scenario."
+    links = {
+        f"{format_bandwidth(link.bandwidth)} and {format_seconds(link.latency)} latency"
+        for plan in plans
+        for link in map(plan.link, range(plan.num_stages - 1))
+    }
+    how = "beside compute" if cluster.overlap else "while the sender waits"
+    yield f"Links, each direction: {'; '.join(sorted(links)) or 'none'}. Messages travel {how}."
+    if any(plan.shared_nics for plan in plans):
+        yield "Several stages send through one network card, and share it fairly."
+    if any(plan.crowded_nodes for plan in plans):
+        yield f"Ranks share {cluster.cores} cores per node fairly."
+    reserve = f", {format_bytes(cluster.memory_reserve)} of it kept by the runtime" if cluster.memory_reserve else ""
+    yield f"Memory: {format_bytes(device.memory)} per device{reserve}; optimizer {scenario.optimizer}."
+    for rank, factor in cluster.slowdown.items():
+        yield f"Rank {rank} computes {factor:g} times as long as the others."
+    if cluster.jitter:
+        noise = f"lognormal, {cluster.jitter.cv:.1%} of the mean"
+        yield f"Compute times vary ({noise}); figures are means over {cluster.jitter.samples} samples."
+
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #fcfcfb; --card: #fff; --ink: #1c1e21; --soft: #5d636b; --rule: #e2e4e7;
+  --good: #00694d; --bad: #b04a00; }
+@media (prefers-color-scheme: dark) { :root { --page: #14161a; --card: #1b1e23; --ink: #e8eaed; --soft: #a2a9b3;
+  --rule: #30353d; --good: #3ecf9f; --bad: #ff9a52; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1280px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 16px; overflow-wrap: anywhere; }
+h2 { font-size: 19px; margin: 40px 0 12px; overflow-wrap: anywhere; }
+h3 { font-size: 15px; margin: 0; }
+.verdict { font-size: 17px; max-width: 75ch; margin: 0 0 20px; }
+.caption { color: var(--soft); font-size: 13px; margin: 2px 0 8px; }
+.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 0 0 16px; }
+.number, figure, .scroll { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; }
+.number { padding: 12px 16px; }
+dt { color: var(--soft); font-size: 13px; }
+dd { margin: 0; font-size: 23px; font-variant-numeric: tabular-nums; }
+dd small { display: block; color: var(--soft); font-size: 13px; }
+.good small { color: var(--good); } .bad dd, .bad small { color: var(--bad); }
+figure { margin: 0 0 16px; padding: 14px 16px 8px; min-width: 0; overflow: hidden; }
+.pair { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0 16px; }
+.scroll { overflow: auto; max-height: 460px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: 6px 14px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+@media (max-width: 1000px) { .pair { grid-template-columns: minmax(0, 1fr); }
+  th, td { padding: 6px 8px; } th { white-space: normal; vertical-align: bottom; } }
+th { position: sticky; top: 0; background: var(--card); }
+th button { all: unset; cursor: pointer; color: var(--soft); font-weight: 600; }
+th button:focus-visible { outline: 2px solid currentColor; }
+th[aria-sort=ascending] button::after { content: " \\2191"; }
+th[aria-sort=descending] button::after { content: " \\2193"; }
+tr.over td { color: var(--bad); } tr.best td { font-weight: 650; color: var(--good); }
+ul { margin: 4px 0 16px; padding-left: 20px; max-width: 90ch; }
+.xtick text, .ytick text, .x2tick text, .y2tick text, .bartext-outside, .infolayer text {
+  fill: var(--soft) !important; }
+"""
+
+_SORT = """
+for (const button of document.querySelectorAll("th button")) button.onclick = () => {
+  const head = button.parentElement, column = head.cellIndex, body = head.closest("table").tBodies[0];
+  const sign = head.ariaSort === "ascending" ? -1 : 1;
+  for (const other of head.parentElement.cells) other.ariaSort = null;
+  head.ariaSort = sign > 0 ? "ascending" : "descending";
+  const key = row => row.cells[column].dataset.value;
+  const compare = (a, b) => isNaN(key(a)) || isNaN(key(b)) ? key(a).localeCompare(key(b)) : key(a) - key(b);
+  body.append(...[...body.rows].sort((a, b) => sign * compare(a, b)));
+};
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+<script>{plotly}</script>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+{body}
+</main>
+<script>{sort}</script>
+</body>
+</html>
+"""

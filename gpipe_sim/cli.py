@@ -1,0 +1,271 @@
+"""The `gpipe` command: reads arguments, calls the library, prints. Results go to standard output, the rest to error.
+
+Exit status: 0 done; 1 it ran and failed; 2 the input is wrong; 130 interrupted. Other packages are imported inside the
+command that needs them, so that `gpipe simulate` starts quickly.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpipe_sim.files import InputError, Problem, write_text
+
+if TYPE_CHECKING:
+    from gpipe_sim.predict import Prediction
+    from gpipe_sim.sweep import Sweep
+
+app = typer.Typer(
+    name="gpipe",
+    help="Plan pipeline-parallel training: predict how a plan behaves before running it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; every expected failure ends here as a message and an exit status."""
+    from gpipe_sim.simulate import DeadlockError
+
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except DeadlockError as error:
+        print(f"gpipe: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("gpipe: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def main_simulate() -> None:
+    """The `simulate` script: `gpipe simulate` under a name of its own."""
+    main(["simulate", *sys.argv[1:]])
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpipe-planner {version('gpipe-planner')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+class Engine(StrEnum):
+    """How a step is predicted."""
+
+    SIMPY = "simpy"
+
+
+# --- simulate ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def simulate(
+    scenarios: Annotated[list[Path], typer.Argument(help="Scenario files.", metavar="SCENARIO...")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Replace a field, such as plan.microbatches=32; repeatable."),
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="How to predict: the SimPy event simulation.")] = Engine.SIMPY,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace of the plan for Perfetto or chrome://tracing.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report as one HTML page that opens offline.")
+    ] = None,
+) -> None:
+    """Predict step time, bubble and memory of every plan in the scenario files, and say why."""
+    from gpipe_sim.sweep import load_scenario
+
+    sweeps, problems = [], []
+    for path in scenarios:
+        try:
+            sweeps.append(load_scenario(path, *(overrides or [])))
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(problems)
+    if trace and sum(map(len, sweeps)) != 1:
+        plans = sum(map(len, sweeps))
+        message = f"needs a single plan, found {plans}; choose one with --set, such as --set plan.stages=4"
+        raise InputError([Problem("--trace", "", message)])
+    answers, interrupted = _predict_all(sweeps)
+    if as_json:
+        documents = [{"scenario": name, "results": [p.to_dict() for p in found]} for name, found in answers]
+        print(json.dumps(documents[0] if len(scenarios) == 1 else documents, indent=2))
+    else:
+        _print_answers(answers)
+    if trace and not interrupted:
+        from gpipe_sim.trace import to_trace
+
+        prediction = answers[0][1][0]
+        _write(trace, to_trace(prediction.plan, prediction.step), "trace, to open in ui.perfetto.dev")
+    if html and any(found for _, found in answers):
+        found = [prediction for _, predictions in answers for prediction in predictions]
+        _write_report(html, found, ", ".join(name for name, _ in answers))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+Answer = tuple[str, list["Prediction"]]
+"""A scenario's name and the predictions of its plans."""
+
+
+def _predict_all(sweeps: "Sequence[Sweep]") -> tuple[list[Answer], bool]:
+    """Predict every plan, showing progress. Interrupted, it returns what is finished, and that it was."""
+    from gpipe_sim.plan import make_plan
+    from gpipe_sim.predict import predict
+
+    plans = [(sweep.name, [make_plan(scenario) for scenario in sweep]) for sweep in sweeps]
+    total = sum(len(found) for _, found in plans)
+    answers: list[Answer] = []
+    try:
+        with _progress("simulating", total) as advance:
+            for name, found in plans:
+                answers.append((name, []))
+                for plan in found:
+                    answers[-1][1].append(predict(plan, keep_step=total == 1))
+                    advance()
+    except KeyboardInterrupt:
+        _say(f"interrupted: {sum(len(done) for _, done in answers)} of {total} plans are finished")
+        return answers, True
+    return answers, False
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error if there is more than one thing to wait for; a line where nobody sees it move."""
+    if total < 2 or not sys.stderr.isatty():
+        if total > 1:
+            _say(f"{what} {total} plans")
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    from gpipe_sim.terminal import make_console
+
+    with Progress(console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+def _print_answers(answers: Sequence[Answer]) -> None:
+    from gpipe_sim.terminal import make_console, plan_details, results_table
+
+    console = make_console()
+    for name, found in answers:
+        if found:
+            console.print(results_table(name, found))
+        if len(found) == 1:
+            console.print(plan_details(found[0], console.width))
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def profile(
+    graph: Annotated[
+        Path, typer.Option("--import", metavar="FILE", help="A layer profile in PipeDream's format (graph.txt).")
+    ],
+    batch: Annotated[int, typer.Option(min=1, help="Samples in the batch that was profiled; the file does not say.")],
+    out: Annotated[Path, typer.Option(help="The profile file to write.")] = Path("profile.json"),
+) -> None:
+    """Turn a measured profile from elsewhere into a profile file that scenarios can use."""
+    from gpipe_sim.pipedream import import_pipedream
+    from gpipe_sim.units import format_bytes, format_seconds
+
+    imported = import_pipedream(graph, batch)
+    forward, backward = (format_seconds(imported.table[name].sum()) for name in ("forward_s", "backward_s"))
+    parameters = format_bytes(imported.parameter_bytes.sum())
+    _write(out, imported.to_json(), "profile, for model: {kind: profile, path: ...}")
+    typer.echo(f"{imported.num_layers} layers, {forward} forward and {backward} backward, {parameters} of parameters")
+
+
+@app.command()
+def catalog() -> None:
+    """List the devices and links that scenarios can name, with their peak figures and where they come from."""
+    from rich.table import Table
+
+    from gpipe_sim.catalog import LINKS, device_names, find_device
+    from gpipe_sim.terminal import make_console
+    from gpipe_sim.units import format_bandwidth, format_bytes, format_compute, format_seconds
+
+    devices = Table("device", "memory", "bandwidth", "peak compute", "source", title="Devices", title_justify="left")
+    for device in map(find_device, device_names()):
+        peaks = ", ".join(f"{dtype} {format_compute(peak)}" for dtype, peak in device.compute.items())
+        memory, bandwidth = format_bytes(device.memory), format_bandwidth(device.bandwidth)
+        devices.add_row(device.name, memory, bandwidth, peaks, device.source)
+    links = Table("link", "each direction", "typical latency", "source", title="Links", title_justify="left")
+    for link in LINKS.values():
+        links.add_row(link.name, format_bandwidth(link.bandwidth), format_seconds(link.latency), link.source)
+    console = make_console()
+    console.print(devices)
+    console.print(links)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("runs/demo"),
+) -> None:
+    """Simulate a sweep of a small transformer, explain its best plan and write a report to open."""
+    from gpipe_sim.predict import fastest
+    from gpipe_sim.sweep import load_scenario, shipped_scenarios
+    from gpipe_sim.terminal import make_console, plan_details
+
+    answers, interrupted = _predict_all([load_scenario(shipped_scenarios() / "demo.yaml")])
+    _print_answers(answers)
+    name, found = answers[0]
+    if interrupted:
+        raise KeyboardInterrupt
+    best = fastest(found)
+    console = make_console()
+    console.print(f"\nThe fastest that fits: {best.settings}", style="bold")
+    console.print(plan_details(best, console.width))
+    report = out / "report.html"
+    _write_report(report, found, name)
+    typer.echo(f"\nopen {report}")
+
+
+def _write_report(path: Path, predictions: "Sequence[Prediction]", title: str) -> None:
+    try:
+        from dashboard.report import report_page
+    except ModuleNotFoundError as error:
+        message = f"needs the package {error.name}, expected an installation with gpipe-planner[report]"
+        raise InputError([Problem("--html", "", message)]) from error
+    _write(path, report_page(predictions, title), "report, to open in a browser")
+
+
+def _write(path: Path, text: str, what: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise InputError([Problem(str(path), "", f"cannot be written: {error.strerror}")]) from error
+    _say(f"wrote {path}: {what}")
+
+
+def _say(message: str) -> None:
+    print(f"gpipe: {message}", file=sys.stderr, flush=True)

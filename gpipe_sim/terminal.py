@@ -1,0 +1,186 @@
+"""Predictions in the terminal: a table and, for a single plan, the Gantt chart, memory, waterfall and verdict.
+
+Everything is also readable without colour, because output is piped and pasted.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from gpipe_sim.explain import LABELS
+from gpipe_sim.palette import BREAKDOWN, CRITICAL, KIND_NAMES, KINDS, MEMORY
+from gpipe_sim.predict import Prediction
+from gpipe_sim.step import RankTimeline, Step
+from gpipe_sim.units import format_bytes, format_seconds
+
+_PLAN_FIELDS = ("stages", "microbatches", "checkpoint", "schedule", "recompute", "backward", "balance")
+_SHORT = {"stages": "K", "microbatches": "M"}
+_LONGEST_BALANCE = 12
+_MOST_LINES = 32
+"""Of a chart with a line per rank; more ranks than that are thinned out evenly."""
+
+
+def results_table(name: str, predictions: Sequence[Prediction]) -> Table:
+    """A row per plan: what differs between them, then times, bubble beside its closed form, and memory."""
+    rows = [prediction.to_dict() for prediction in predictions]
+    fields = [f for f in _PLAN_FIELDS if f in _SHORT or len({str(row[f]) for row in rows}) > 1]
+    if max(row["stages"] for row in rows) > _LONGEST_BALANCE and "balance" in fields:
+        fields.remove("balance")
+    swept = [path for path in rows[0]["set"] if path.removeprefix("plan.") not in fields]
+    has_jitter = "step_time_p95_s" in rows[0]
+    table = Table(title=name, title_justify="left", header_style="bold")
+    for header in [*swept, *(_SHORT.get(field, field) for field in fields)]:
+        table.add_column(header.removeprefix("plan.").removeprefix("cluster."), justify="right")
+    for header in (
+        "step",
+        *(("p50", "p95") if has_jitter else ()),
+        "samples/s",
+        "bubble",
+        "(K-1)/(M+K-1)",
+        "peak memory",
+    ):
+        table.add_column(header, justify="right")
+    table.add_column("fits")
+    for prediction, row in zip(predictions, rows, strict=True):
+        times = [row["step_time_s"], *((row["step_time_p50_s"], row["step_time_p95_s"]) if has_jitter else ())]
+        table.add_row(
+            *(_cell(row["set"][path]) for path in swept),
+            *(_cell(row[field]) for field in fields),
+            *map(format_seconds, times),
+            f"{row['throughput_samples_s']:.4g}",
+            f"{row['bubble_fraction']:.2%}",
+            f"{row['bubble_ideal']:.2%}",
+            format_bytes(max(row["peak_memory_bytes"])),
+            "yes" if prediction.fits else Text("no", CRITICAL),
+        )
+    return table
+
+
+def _cell(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def plan_details(prediction: Prediction, width: int) -> RenderableType:
+    """Everything about one plan."""
+    return Group(
+        Text(),
+        gantt(prediction.step, width),
+        Text(),
+        memory_bars(prediction, width),
+        Text(),
+        waterfall(prediction.breakdown_s, width),
+        Text(),
+        Text(prediction.verdict, "bold"),
+    )
+
+
+def gantt(step: Step, width: int) -> Text:
+    """A line per rank, a cell per slice of time; an action shows its kind and micro-batch where there is room.
+
+    rank 0 |F0==F1==F2==········B2======B1======|
+    rank 1 |····F0==F1==F2==B2======B1==========|
+    """
+    end = max(float(timeline.end_s[-1]) for timeline in step.ranks)
+    label = len(f"rank {step.ranks[-1].rank} ")
+    cells = max(20, width - label - 2)
+    chart = Text()
+    for timeline in _some(step.ranks):
+        chart.append(f"rank {timeline.rank}".ljust(label) + "|")
+        for row, group in itertools.groupby(_cells(timeline, end / cells, cells)):
+            room = len(list(group))
+            if row is None:
+                chart.append("·" * room)
+                continue
+            kind, _, microbatch = timeline.actions[row]
+            name = f"{kind}{microbatch}" if microbatch >= 0 else kind
+            text = (name if len(name) <= room else kind).ljust(room, "=")
+            chart.append(text, Style(color="black", bgcolor=KINDS[kind]))
+        chart.append("|\n")
+    legend = "  ".join(f"{kind} {KIND_NAMES[kind]}" for kind in _kinds(step))
+    shown = f"   {len(_some(step.ranks))} of {len(step.ranks)} ranks" if len(step.ranks) > _MOST_LINES else ""
+    chart.append(" " * label + f"0 to {format_seconds(end)}   {legend}  · waiting{shown}")
+    return chart
+
+
+def _cells(timeline: RankTimeline, slice_s: float, cells: int) -> list[int | None]:
+    """For each slice of time, the row of the action that fills most of it; None where it is mostly idle."""
+    most, busy, who = [0.0] * cells, [0.0] * cells, [0] * cells
+    for row, (start, end) in enumerate(zip(timeline.start_s / slice_s, timeline.end_s / slice_s, strict=True)):
+        for cell in range(int(start), min(int(end) + 1, cells)):
+            overlap = min(end, cell + 1) - max(start, cell)
+            busy[cell] += overlap
+            if overlap > most[cell]:
+                most[cell], who[cell] = overlap, row
+    return [row if share >= 0.5 else None for row, share in zip(who, busy, strict=True)]
+
+
+_T = TypeVar("_T")
+
+
+def _some(ranks: Sequence[_T]) -> Sequence[_T]:
+    """All of them or, where they are too many to look at, every second, third, ..."""
+    return ranks[:: -(-len(ranks) // _MOST_LINES)]
+
+
+def _kinds(step: Step) -> list[str]:
+    present = {action.kind for timeline in step.ranks for action in timeline.actions}
+    return [kind for kind in KINDS if kind in present]
+
+
+def memory_bars(prediction: Prediction, width: int) -> Text:
+    """Peak memory of each rank by part, against the limit."""
+    limit = prediction.plan.memory_limit
+    scale = max(limit, *prediction.peak_memory_bytes)
+    cells = max(20, min(60, width - 50))
+    chart = Text()
+    for timeline, curve in _some(list(zip(prediction.step.ranks, prediction.step.memory, strict=True))):
+        chart.append(f"stage {timeline.stage}".ljust(10))
+        used = 0.0
+        drawn = 0
+        for part, amount in curve.at_peak().items():
+            used += amount
+            upto = round(used / scale * cells)
+            chart.append(part[0] * (upto - drawn), Style(color="black", bgcolor=MEMORY[part]))
+            drawn = max(drawn, upto)
+        rest = ["·"] * (cells - drawn)
+        edge = min(round(limit / scale * cells), cells) - drawn - 1
+        if 0 <= edge < len(rest):
+            rest[edge] = "|"
+        over = curve.peak_bytes > limit
+        chart.append("".join(rest))
+        text = f" {format_bytes(curve.peak_bytes)} of {format_bytes(limit)}" + (" does not fit" if over else "")
+        chart.append(text + "\n", CRITICAL if over else "")
+    present = {part for curve in prediction.step.memory for part, amount in curve.at_peak().items() if amount}
+    chart.append(" " * 10 + "  ".join(f"{part[0]} {part}" for part in MEMORY if part in present))
+    return chart
+
+
+def waterfall(breakdown_s: dict[str, float], width: int) -> Text:
+    """Where the step time goes: each bar begins where the one above it ended."""
+    total = sum(breakdown_s.values())
+    cells = max(20, min(60, width - 50))
+    chart, before = Text(), 0.0
+    for part, seconds in breakdown_s.items():
+        if abs(seconds) < 1e-9 * total:
+            continue
+        first, last = sorted(round(value / total * cells) for value in (before, before + seconds))
+        chart.append(f"{LABELS[part]:<20}" + " " * first)
+        chart.append("=" * max(last - first, 1), Style(color="black", bgcolor=BREAKDOWN[part]))
+        chart.append(" " * (cells - max(last, first + 1)) + f" {format_seconds(seconds):>9} {seconds / total:6.1%}\n")
+        before += seconds
+    chart.append(f"{'step':<20}" + " " * cells + f" {format_seconds(total):>9}")
+    return chart
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that does not cut tables short when its output goes to a file or a pipe."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 140
+    return console

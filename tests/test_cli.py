@@ -1,0 +1,279 @@
+"""The command line: its contract of keys and exit statuses, and its manners."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe_sim.cli import main
+
+BIN = Path(sys.executable).parent
+BUBBLE = """
+name: small
+model: {kind: layers, layers: [{name: layer, repeat: 4, forward: 1 ms, backward: 2 ms, output: 1 MB, saved: 4 MB}]}
+batch: 8
+cluster: {device: a100-80gb, link: {bandwidth: 10 GB/s, latency: 10 us}}
+plan: {stages: 4, microbatches: 4}
+"""
+
+# The contract: other tools read these keys.
+KEYS = {
+    "set",
+    "stages",
+    "ranks",
+    "microbatches",
+    "checkpoint",
+    "schedule",
+    "recompute",
+    "backward",
+    "balance",
+    "step_time_s",
+    "pipeline_time_s",
+    "throughput_samples_s",
+    "bubble_fraction",
+    "bubble_ideal",
+    "bubble_over_ideal_time",
+    "peak_memory_bytes",
+    "activation_bytes",
+    "parameter_bytes",
+    "fits",
+    "breakdown_s",
+    "utilization",
+}
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(BUBBLE)
+    return path
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+def test_json_has_exactly_the_keys_of_the_contract(capsys, small):
+    status, out, err = run(capsys, "simulate", small, "--json")
+    document = json.loads(out)
+    assert (status, err) == (0, "")
+    assert document["scenario"] == "small"
+    (result,) = document["results"]
+    assert set(result) == KEYS
+    assert (result["stages"], result["ranks"], result["microbatches"]) == (4, 4, 4)
+    assert (result["checkpoint"], result["schedule"], result["recompute"]) == ("always", "gpipe", "early")
+    assert result["balance"] == [1, 1, 1, 1]
+    assert len(result["peak_memory_bytes"]) == len(result["utilization"]) == 4
+    assert sum(result["breakdown_s"].values()) == pytest.approx(result["step_time_s"])
+    assert result["throughput_samples_s"] == pytest.approx(8 / result["step_time_s"])
+    assert 1 - result["bubble_fraction"] == pytest.approx(sum(result["utilization"]) / 4)
+
+
+def test_a_sweep_names_what_it_sets_and_keeps_the_files_order(capsys, small):
+    _, out, err = run(
+        capsys, "simulate", small, "--json", "--set", "plan.microbatches=[2, 8]", "--set", "plan.stages=[1, 2]"
+    )
+    swept = [result["set"] for result in json.loads(out)["results"]]
+    assert swept == [
+        {"plan.stages": 1, "plan.microbatches": 2},
+        {"plan.stages": 1, "plan.microbatches": 8},
+        {"plan.stages": 2, "plan.microbatches": 2},
+        {"plan.stages": 2, "plan.microbatches": 8},
+    ]
+    assert err == "gpipe: simulating 4 plans\n"
+
+
+def test_checkpoint_is_listed_by_stage_where_stages_differ(capsys, small):
+    override = "plan.checkpoint={per_stage: [always, never, never, never]}"
+    _, out, _ = run(capsys, "simulate", small, "--json", "--set", override)
+    assert json.loads(out)["results"][0]["checkpoint"] == ["always", "never", "never", "never"]
+
+
+def test_jitter_adds_the_median_and_the_95th_percentile(capsys, small):
+    _, out, _ = run(capsys, "simulate", small, "--json", "--set", "cluster.jitter={cv: 0.2, samples: 30}")
+    (result,) = json.loads(out)["results"]
+    assert set(result) == KEYS | {"step_time_p50_s", "step_time_p95_s"}
+    assert result["step_time_p50_s"] < result["step_time_p95_s"]
+
+
+def test_several_files_give_an_array_of_documents(capsys, small, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(BUBBLE.replace("name: small", ""))
+    _, out, _ = run(capsys, "simulate", small, other, "--json")
+    assert [document["scenario"] for document in json.loads(out)] == ["small", "other"]
+
+
+def test_a_single_plan_is_drawn_and_explained(capsys, small):
+    status, out, _ = run(capsys, "simulate", small)
+    assert status == 0
+    for words in (
+        "(K-1)/(M+K-1)",
+        "42.86%",
+        "rank 3 |",
+        "F0",
+        "stage 3",
+        "of 80.0 GiB",
+        "recomputation",
+        "What limits",
+    ):
+        assert words in out
+
+
+def test_a_sweep_is_a_table_with_the_closed_form_beside_the_simulated_bubble(capsys, small):
+    _, out, _ = run(capsys, "simulate", small, "--set", "plan.microbatches=[1, 4]", "--set", "plan.checkpoint=never")
+    assert "75.00%" in out
+    assert "42.86%" in out
+    assert "rank 0" not in out
+
+
+def test_mistakes_of_all_files_are_reported_at_once_with_exit_status_2(capsys, small, tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(BUBBLE.replace("stages: 4", "stagse: 4").replace("batch: 8", "batch: many"))
+    missing = tmp_path / "missing.yaml"
+    status, out, err = run(capsys, "simulate", small, wrong, missing)
+    assert (status, out) == (2, "")
+    assert f"{wrong}:4: batch: found 'many', expected a whole number" in err
+    assert f"{wrong}:6: plan.stagse: unknown key, did you mean 'stages'?" in err
+    assert f"{missing}: cannot be read: No such file or directory" in err
+    assert "Traceback" not in err
+
+
+def test_an_override_is_blamed_where_it_is_wrong(capsys, small):
+    status, _, err = run(capsys, "simulate", small, "--set", "plan.microbatches=9")
+    assert status == 2
+    assert err.startswith("--set plan.microbatches=9: plan.microbatches: found 9, expected at most the batch of 8")
+
+
+def test_a_plan_that_says_too_little_to_simulate_is_told_what_is_missing(capsys, small):
+    small.write_text(BUBBLE.replace("microbatches: 4", ""))
+    status, _, err = run(capsys, "simulate", small)
+    assert status == 2
+    assert f"{small}:6: plan.microbatches: is missing, expected a number of micro-batches such as 16" in err
+
+
+def test_trace_is_one_that_perfetto_reads(capsys, small, tmp_path):
+    trace = tmp_path / "out" / "trace.json"
+    status, _, _ = run(capsys, "simulate", small, "--trace", trace)
+    assert status == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        f"rank {r}: stage {r}" for r in range(4)
+    }
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "send", "receive"} <= threads
+    compute = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    assert len(compute) == 4 * (3 * 4 + 1)
+    assert {e["name"] for e in compute} >= {"2F0", "0R3", "3B1", "1U"}
+    counters = [e for e in events if e["ph"] == "C"]
+    assert counters
+    assert all(set(e["args"]) >= {"parameters", "activations"} for e in counters)
+    lines: dict[tuple[int, int], float] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        line = (event["pid"], event["tid"])
+        assert event["ts"] >= lines.get(line, 0.0) - 1e-6, "events of a thread do not overlap"
+        lines[line] = event["ts"] + event["dur"]
+    arrows = [e["id"] for e in events if e["ph"] == "s"]
+    assert sorted(arrows) == sorted(e["id"] for e in events if e["ph"] == "f")
+    assert len(arrows) == 2 * 3 * 4
+
+
+def test_a_trace_of_several_plans_is_refused(capsys, small, tmp_path):
+    status, _, err = run(capsys, "simulate", small, "--set", "plan.stages=[1, 2]", "--trace", tmp_path / "t.json")
+    assert status == 2
+    assert "--trace: needs a single plan, found 2" in err
+
+
+def test_a_file_that_cannot_be_written_is_a_message(capsys, small, tmp_path):
+    (tmp_path / "file").write_text("")
+    for option in ("--trace", "--html"):
+        status, _, err = run(capsys, "simulate", small, option, tmp_path / "file" / "below.out")
+        assert status == 2
+        assert "cannot be written" in err
+
+
+def test_catalog_lists_names_figures_and_sources(capsys):
+    status, out, _ = run(capsys, "catalog")
+    assert status == 0
+    for words in ("a100-80gb", "tpu-v3-core", "312 TFLOP/s", "nvlink4", "450 GB/s", "NVIDIA", "cpu"):
+        assert words in out
+
+
+def test_an_imported_profile_can_be_simulated(capsys, tmp_path):
+    graph = Path(__file__).parent / "data" / "pipedream" / "gnmt.graph.txt"
+    profile, scenario = tmp_path / "gnmt.json", tmp_path / "gnmt.yaml"
+    status, out, _ = run(capsys, "profile", "--import", graph, "--batch", 64, "--out", profile)
+    assert status == 0
+    assert "48 layers, 33.5 ms forward and 55.9 ms backward" in out
+    scenario.write_text(
+        "model: {kind: profile, path: gnmt.json}\nbatch: 64\n"
+        "cluster: {device: v100-16gb, link: pcie3}\nplan: {stages: 4, microbatches: 8, checkpoint: never}\n"
+    )
+    _, out, _ = run(capsys, "simulate", scenario, "--json")
+    (result,) = json.loads(out)["results"]
+    assert sum(result["balance"]) == 48
+    assert result["breakdown_s"]["compute"] == pytest.approx((0.033533 + 0.055883) / 4)
+
+
+@pytest.mark.parametrize("command", [[], ["simulate"], ["profile"], ["catalog"], ["demo"]])
+def test_every_command_has_help(capsys, command):
+    status, out, _ = run(capsys, *command, "--help")
+    assert status == 0
+    assert "Usage" in out
+
+
+# --- as processes --------------------------------------------------------------------------------------------------
+
+
+def test_the_simulate_script_is_gpipe_simulate(small):
+    answers = [
+        subprocess.run([*command, small, "--json"], capture_output=True, check=True).stdout
+        for command in ([BIN / "gpipe", "simulate"], [BIN / "simulate"])
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_output_can_be_piped_to_a_reader_that_stops(small):
+    command = f"{BIN / 'gpipe'} simulate {small} --set plan.stages=[1,2,4] | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.strip() == "small"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_an_interrupted_sweep_keeps_what_is_finished(small):
+    many = "--set=plan.microbatches=" + str([8] * 20_000).replace(" ", "")
+    process = subprocess.Popen(
+        [BIN / "gpipe", "simulate", small, "--json", many], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "gpipe: simulating 20000 plans\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(json.loads(out)["results"]) < 20_000
+    assert "of 20000 plans are finished" in err
+    assert "Traceback" not in err
+
+
+def test_nothing_heavy_is_imported_to_simulate(small):
+    code = (
+        "import sys; from gpipe_sim.cli import main\n"
+        f"try: main(['simulate', {str(small)!r}])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    for heavy in ("torch", "dash", "plotly", "dashboard", "gpipe_exec", "pandas", "scipy"):
+        assert f"'{heavy}'" not in done.stderr
+    assert "'simpy'" in done.stderr

@@ -1,0 +1,323 @@
+"""The figures say what the step says, and a real browser opens the report without a network."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, Playwright, expect
+
+from dashboard import figures, sweeps
+from dashboard.report import report_page
+from gpipe_sim.explain import critical_path
+from gpipe_sim.files import parse_yaml
+from gpipe_sim.palette import KIND_NAMES, KINDS
+from gpipe_sim.plan import make_plan
+from gpipe_sim.predict import Prediction, fastest, pareto, predict
+from gpipe_sim.sweep import parse_scenario
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+
+def predictions(
+    *,
+    name="small",
+    batch=256,
+    K="3",
+    M="4",
+    checkpoint="always",
+    saved="4 MB",
+    bandwidth="10 GB/s",
+    memory="1 GB",
+    more="",
+) -> list[Prediction]:
+    text = f"""
+    name: {name}
+    model: {{kind: layers, layers: [{{name: layer, repeat: 48, forward: 1 ms, output: 1 MB, saved: {saved}}}]}}
+    batch: {batch}
+    cluster: {{device: {{memory: {memory}}}, link: {{bandwidth: {bandwidth}, latency: 10 us}}{more}}}
+    plan: {{stages: {K}, microbatches: {M}, checkpoint: {checkpoint}}}
+    """
+    return [predict(make_plan(scenario)) for scenario in parse_scenario(parse_yaml(text, "test.yaml"))]
+
+
+@pytest.fixture(scope="module")
+def one() -> Prediction:
+    return predictions()[0]
+
+
+@pytest.fixture(scope="module")
+def grid() -> list[Prediction]:
+    """K and M swept; the largest micro-batches do not fit."""
+    found = predictions(K="[2, 4]", M="[1, 4, 32]", memory="12 GB")
+    assert {prediction.fits for prediction in found} == {True, False}
+    return found
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def bars_of(figure, kind):
+    return next(trace for trace in figure.data if trace.name == KIND_NAMES[kind])
+
+
+def test_gantt_has_one_trace_for_each_kind(one):
+    names = [trace.name for trace in figures.gantt(one.step).data]
+    assert len(names) == len(set(names))
+    assert set(KIND_NAMES.values()) <= set(names)
+
+
+def test_gantt_draws_every_action_once(one):
+    figure = figures.gantt(one.step)
+    drawn = [name for kind in KINDS for name in bars_of(figure, kind).hovertext]
+    assert sorted(drawn) == sorted(str(action) for timeline in one.step.ranks for action in timeline.actions)
+
+
+def test_gantt_bars_begin_and_last_as_their_actions(one):
+    figure = figures.gantt(one.step)
+    assert figure.layout.xaxis.title.text == "time, s"
+    for kind in KINDS:
+        bars = bars_of(figure, kind)
+        spans = [span for span in one.step.spans() if span.lane == "compute" and span.action.kind == kind]
+        assert list(bars.base) == pytest.approx([span.start_s for span in spans])
+        assert list(bars.x) == pytest.approx([span.end_s - span.start_s for span in spans])
+        assert list(bars.y) == [span.rank for span in spans]
+
+
+def test_gantt_counts_short_steps_in_milliseconds():
+    step = predictions(batch=1, M="1")[0].step
+    figure = figures.gantt(step)
+    assert figure.layout.xaxis.title.text == "time, ms"
+    assert list(bars_of(figure, "F").x) == pytest.approx([16, 16, 16])
+
+
+def test_gantt_outlines_the_critical_path_only_when_given(one):
+    critical = critical_path(one.plan, one.step)
+    assert "critical path" not in [trace.name for trace in figures.gantt(one.step).data]
+    outline = figures.gantt(one.step, critical).data[-1]
+    assert outline.name == "critical path"
+    assert max(x for x in outline.x if x is not None) == pytest.approx(one.step_time_s)
+
+
+def test_gantt_title_is_text_and_not_markup(one):
+    assert figures.gantt(one.step, title="<b>bold</b>").layout.title.text == "&lt;b&gt;bold&lt;/b&gt;"
+
+
+def test_gantt_puts_rank_0_on_top(one):
+    bottom, top = figures.gantt(one.step).layout.yaxis.range
+    assert top < 0 < bottom
+
+
+def test_large_steps_are_drawn_as_lines_with_a_gap_after_each():
+    step = predictions(K="16", M="128", checkpoint="never")[0].step
+    figure = figures.gantt(step)
+    assert {trace.type for trace in figure.data} == {"scattergl"}
+    forwards = bars_of(figure, "F")
+    assert np.isnan(forwards.x[2::3]).all()
+    assert not np.isnan(forwards.x[0::3]).any()
+    assert len(forwards.x) == 3 * 16 * 128
+
+
+def test_memory_parts_stack_up_to_the_peak(one):
+    figure = figures.memory_parts(one.step, one.plan.memory_limit)
+    stacks = np.sum([trace.y for trace in figure.data if trace.type == "bar"], axis=0)
+    assert figure.layout.yaxis.title.text.endswith("GiB")
+    assert list(stacks * 2**30) == pytest.approx(one.peak_memory_bytes)
+
+
+def test_memory_over_time_reaches_the_peak_on_every_rank(one):
+    *curves, limit = figures.memory_over_time(one.step, one.plan.memory_limit).data
+    assert [max(curve.y) * 2**30 for curve in curves] == pytest.approx(one.peak_memory_bytes)
+    assert {curve.line.shape for curve in curves} == {"hv"}
+    assert limit.line.dash == "dash"
+
+
+def test_a_limit_far_above_the_curves_does_not_flatten_them(one):
+    assert figures.memory_over_time(one.step, 1e15).data[-1].visible == "legendonly"
+
+
+def test_waterfall_bars_join_up_to_the_step_time(one):
+    (bars,) = figures.waterfall(one.breakdown_s).data
+    ends = [base + length for base, length in zip(bars.base, bars.x, strict=True)]
+    assert list(bars.base[1:-1]) == pytest.approx(ends[:-2])
+    assert bars.base[-1] == 0
+    assert ends[-2:] == pytest.approx([one.step_time_s] * 2)
+
+
+def test_heatmap_separates_what_fits_from_what_does_not(grid):
+    fits, over = sweeps.heatmap(grid, "step_time_s").data
+    count = [sum(z is not None for row in trace.z for z in row) for trace in (fits, over)]
+    assert count == [sum(p.fits for p in grid), sum(not p.fits for p in grid)]
+    assert all(text.startswith("× ") for row in over.text for text in row if text)
+    assert all("does not fit" in text for row in over.hovertext for text in row if text)
+
+
+@pytest.mark.parametrize("metric", sweeps.METRICS)
+def test_heatmap_shows_the_fastest_plan_of_a_cell_and_says_so(metric):
+    found = predictions(K="[2, 4]", M="8", checkpoint="[never, always]", memory="1 TB")
+    fits, _ = sweeps.heatmap(found, metric).data
+    best = fastest(found[:2])
+    assert best.plan.checkpoint[0] == "never"
+    assert sweeps._write(sweeps._value(best, metric), metric) == fits.text[0][0]
+    assert "the fastest that fits of 2" in fits.hovertext[0][0]
+
+
+def test_the_front_holds_what_no_other_plan_beats_in_both(grid):
+    front = pareto(grid)
+    for prediction in grid:
+        beaten = any(
+            other.step_time_s <= prediction.step_time_s
+            and max(other.peak_memory_bytes) <= max(prediction.peak_memory_bytes)
+            for other in grid
+            if other is not prediction
+        )
+        assert (prediction in front) == (not beaten)
+
+
+def test_time_memory_marks_what_does_not_fit(grid):
+    traces = {trace.name: trace for trace in sweeps.time_memory(grid, grid[0].plan.memory_limit).data}
+    assert len(traces["does not fit"].x) == sum(not prediction.fits for prediction in grid)
+    assert len(traces["fits"].x) + len(traces["does not fit"].x) == len(grid)
+
+
+def test_sweep_lines_keep_quantities_in_the_order_of_the_file():
+    figure = sweeps.sweep_lines(predictions(bandwidth="[25 GB/s, 1 GB/s, 10 GB/s]"))
+    assert list(figure.data[0].x) == ["25 GB/s", "1 GB/s", "10 GB/s"]
+    assert figure.layout.xaxis.type == "category"
+
+
+def test_sweep_lines_sort_numbers_and_show_the_closed_form():
+    found = predictions(M="[64, 1, 8]")
+    step_time, bubble, ideal = sweeps.sweep_lines(found).data
+    assert list(step_time.x) == [1, 8, 64]
+    assert list(ideal.y) == pytest.approx([2 / 3, 2 / 10, 2 / 66])
+    assert bubble.y[0] == found[1].bubble_fraction
+
+
+def test_sweep_lines_refuse_a_sweep_over_two_fields(grid):
+    with pytest.raises(ValueError, match="found 2 swept fields"):
+        sweeps.sweep_lines(grid)
+
+
+# --- the page, in a browser ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium(playwright: Playwright) -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is not installed, and the report is tested in a real browser")
+    arguments = ["--disable-gpu", "--disable-background-networking", "--enable-unsafe-swiftshader"]  # WebGL on the CPU
+    arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def opened(chromium: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """Write a report and open it; at the end, nothing may have gone wrong or left for the network."""
+    page = chromium.new_page()
+    errors: list[str] = []
+    schemes: set[str] = set()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: schemes.add(urlsplit(request.url).scheme))
+
+    def open_report(found: list[Prediction], title: str = "a report") -> Page:
+        (tmp_path / "report.html").write_text(report_page(found, title))
+        page.goto((tmp_path / "report.html").as_uri())
+        page.wait_for_function("document.querySelectorAll('.plotly-graph-div:not(.js-plotly-plot)').length === 0")
+        return page
+
+    yield open_report
+    page.close()
+    assert errors == []
+    assert schemes <= {"file", "data", "blob"}
+
+
+def charts(page: Page) -> list[str | None]:
+    return [figure.get_attribute("data-figure") for figure in page.query_selector_all("figure")]
+
+
+def test_report_of_one_plan_opens_offline_with_every_figure(opened, one):
+    page = opened([one], "one plan")
+    assert page.title() == "one plan"
+    assert charts(page) == ["gantt", "waterfall", "utilization", "memory", "memory-parts"]
+    assert page.locator(".verdict").inner_text() == one.verdict
+    assert page.locator("figure .main-svg").count() > 0
+    assert "predicted" in page.locator("ul").inner_text()
+
+
+def test_report_draws_a_bar_for_each_action_wait_and_message(opened, one):
+    page = opened([one])
+    assert page.locator("[data-figure=gantt] .barlayer .point").count() == len(list(one.step.spans()))
+
+
+def test_critical_path_is_switched_off_in_the_legend(opened, one):
+    page = opened([one])
+    line = page.locator("[data-figure=gantt] .scatterlayer .js-line")
+    assert line.count() > 0
+    page.locator("[data-figure=gantt] .legendtoggle").last.click()
+    expect(line).to_have_count(0)
+
+
+def test_report_of_a_sweep_has_table_heat_maps_and_the_fastest_plan_that_fits(opened, grid):
+    page = opened(grid)
+    assert charts(page)[:4] == ["time-memory", "heatmap", "heatmap", "heatmap"]
+    assert "gantt" in charts(page)
+    assert page.locator("tbody tr").count() == len(grid)
+    assert page.locator("tr.over").count() == sum(not prediction.fits for prediction in grid)
+    best = fastest(grid)
+    assert page.locator("tr.best td").first.inner_text() == str(best.plan.num_stages)
+    assert page.locator("h2").first.inner_text() == f"The fastest plan that fits: {best.settings}"
+
+
+def test_table_sorts_by_the_column_that_is_clicked(opened, grid):
+    page = opened(grid)
+    column = page.locator("th").all_inner_texts().index("step time") + 1
+    for expected in (sorted, lambda values: sorted(values, reverse=True)):
+        page.locator(f"th:nth-child({column}) button").click()
+        cells = page.locator(f"td:nth-child({column})")
+        values = [float(value) for value in cells.evaluate_all("cells => cells.map(cell => cell.dataset.value)")]
+        assert values == expected(values)
+
+
+def test_report_of_one_swept_field_draws_its_lines(opened):
+    page = opened(predictions(bandwidth="[25 GB/s, 1 GB/s]"))
+    assert "sweep-lines" in charts(page)
+    assert "heatmap" not in charts(page)
+
+
+def test_report_of_several_scenarios_names_each(opened):
+    page = opened([*predictions(name="first"), *predictions(name="second", M="[2, 8]")])
+    assert page.locator("th").first.inner_text() == "scenario"
+    assert charts(page).count("gantt") == 2
+    assert {"first", "second"} <= set(page.locator("h2").all_inner_texts())
+
+
+def test_markup_in_names_is_shown_and_not_run(opened):
+    name = "<script>document.title = 'run'</script>"
+    page = opened(predictions(name=f'"{name}"', M="[2, 8]"), name)
+    assert page.title() == name
+    assert page.locator("h1").inner_text() == name
+    assert page.locator("h3", has_text=name).count() == 1
+
+
+def test_report_states_jitter_and_stragglers(opened):
+    more = ", jitter: {cv: 0.05, samples: 5}, slowdown: {1: 1.5}"
+    page = opened(predictions(more=more))
+    assumptions = page.locator("ul").inner_text()
+    assert "5 samples" in assumptions
+    assert "Rank 1 computes 1.5 times as long" in assumptions
+
+
+def test_plans_of_thousands_of_actions_are_drawn_on_the_graphics_card(opened):
+    found = predictions(K="16", M="128", checkpoint="never", memory="1 TB")
+    assert sum(len(timeline.actions) for timeline in found[0].step.ranks) > figures.MAX_BARS
+    page = opened(found)
+    page.wait_for_selector("[data-figure=gantt] canvas", state="attached")
+    assert page.locator("[data-figure=gantt] .barlayer .point").count() == 0
+    kinds = page.evaluate("document.querySelector('[data-figure=gantt] .js-plotly-plot').data.map(t => t.type)")
+    assert set(kinds) == {"scattergl"}
