@@ -20,9 +20,9 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpipe-planner needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
-	@echo "setting up $(VENV) (once, about a minute)"
+	@echo "setting up $(VENV) (once, a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report,exec,dev]'
 	@touch $@
 
 demo: setup

@@ -11,11 +11,13 @@ from plotly.colors import sample_colorscale
 from dashboard.style import INK, MAX_TICKS, NO_LEGEND, figure, limit_line, memory_unit, time_unit
 from gpipe_sim import palette
 from gpipe_sim.explain import LABELS
-from gpipe_sim.memory import PARTS
 from gpipe_sim.metrics import step_time_s
 from gpipe_sim.profile import Array
-from gpipe_sim.step import Span, Step
+from gpipe_sim.step import MEMORY_PARTS, Span, Step
 from gpipe_sim.units import format_seconds
+
+MAX_HOVERS = 20_000
+"""Beyond this many spans messages and waiting are left out, beyond half of it so are hover texts."""
 
 MAX_BARS = 4000
 """Beyond this many bars a browser takes seconds to draw or zoom them; lines on the graphics card do not."""
@@ -50,6 +52,8 @@ def gantt(step: Step, critical: Sequence[Span] | None = None, title: str | None 
     size, unit = time_unit(step_time_s(step))
     spans = list(step.spans())
     as_lines = len(spans) > MAX_BARS
+    if len(spans) > MAX_HOVERS:
+        spans = [span for span in spans if span.lane == "compute"]
     height = 90 + len(row) * max(8, min(44, 640 // len(row)))
     row_px = (height - 90) / len(row)
 
@@ -70,6 +74,8 @@ def gantt(step: Step, critical: Sequence[Span] | None = None, title: str | None 
         y = np.array([row[span.rank] for span in found]) + offset
         shared = {"name": name, "hovertemplate": _HOVER + "<extra>%{fullData.name}</extra>"}
         hover, times = [str(span.action) for span in found], np.stack([start, end, end - start], axis=1)
+        if as_lines and len(spans) > MAX_HOVERS // 2:  # texts for each would make the page too heavy to open
+            shared, hover, times = {"name": name, "hoverinfo": "name"}, [], times[:0]
         if as_lines:
             thrice = np.repeat(times, 3, axis=0).astype(np.float32)
             gap = np.full(len(found), np.nan)
@@ -183,7 +189,7 @@ def memory_parts(step: Step, limit_bytes: float) -> go.Figure:
             customdata=[timeline.rank for timeline in step.ranks],
             hovertemplate=f"rank %{{customdata}}: %{{y:.2f}} {unit}",
         )
-        for part in PARTS
+        for part in MEMORY_PARTS
         if any(peak[part] for peak in peaks)
     ]
     return figure(

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
@@ -71,7 +70,7 @@ class _Page:
         fields = varying(group)
         limits = {plan.memory_limit for plan in plans}
         chart = sweeps.time_memory(group, limits.pop() if len(limits) == 1 else None)
-        caption = "Each plan is a point; down and to the left is better. Rings mark plans that no other beats in both."
+        caption = "A point per plan; down and to the left is better. Rings: no other plan that fits beats it in both."
         self.add(self.figure(chart, "time-memory", "Time against memory", caption))
         if len({(plan.num_stages, plan.num_microbatches) for plan in plans}) > 1:
             caption = "× and grey: does not fit. A cell that several plans share shows the fastest that fits."
@@ -121,8 +120,8 @@ def _key_numbers(prediction: Prediction) -> Iterator[tuple[str, str, str, str]]:
     plan, peak = prediction.plan, max(prediction.peak_memory_bytes)
     note = f"K = {plan.num_stages}, M = {plan.num_microbatches}, {plan.schedule}"
     if plan.scenario.cluster.jitter:
-        p50, p95 = np.quantile(prediction.step_times_s, [0.5, 0.95])
-        note = f"mean; p50 {format_seconds(p50)}, p95 {format_seconds(p95)}"
+        p50, p95 = map(format_seconds, (prediction.step_time_p50_s, prediction.step_time_p95_s))
+        note = f"mean; p50 {p50}, p95 {p95}"
     yield "step time", format_seconds(prediction.step_time_s), note, ""
     yield "throughput", f"{prediction.throughput_samples_s:.4g} /s", f"samples, batch {plan.scenario.batch}", ""
     yield "bubble", f"{prediction.bubble_fraction:.1%}", f"closed form {prediction.bubble_ideal:.1%}", ""

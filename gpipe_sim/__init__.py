@@ -15,8 +15,7 @@ from gpipe_sim.partition import partition
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.schedule import Action, rank_actions
 from gpipe_sim.simulate import DeadlockError, Effects, simulate
-from gpipe_sim.step import Span, Step
-from gpipe_sim.memory import MemoryCurve
+from gpipe_sim.step import MemoryCurve, Span, Step
 from gpipe_sim.metrics import bubble_fraction, bubble_ideal, pipeline_time_s, step_time_s
 from gpipe_sim.explain import critical_path
 from gpipe_sim.predict import Prediction, predict

@@ -19,7 +19,9 @@ import typer
 from gpipe_sim.files import InputError, Problem, write_text
 
 if TYPE_CHECKING:
+    from gpipe_sim.plan import Plan
     from gpipe_sim.predict import Prediction
+    from gpipe_sim.scenario import Scenario
     from gpipe_sim.sweep import Sweep
 
 app = typer.Typer(
@@ -37,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from gpipe_sim.simulate import DeadlockError
 
     try:
-        app(args=None if arguments is None else list(arguments))
+        try:
+            app(args=None if arguments is None else list(arguments), prog_name="gpipe")
+        finally:
+            sys.stdout.flush()
     except InputError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -108,6 +113,8 @@ def simulate(
             problems += error.problems
     if problems:
         raise InputError(problems)
+    if trace and trace == html:
+        raise InputError([Problem("--html", "", f"found {html}, which --trace writes, expected another file")])
     if trace and sum(map(len, sweeps)) != 1:
         plans = sum(map(len, sweeps))
         message = f"needs a single plan, found {plans}; choose one with --set, such as --set plan.stages=4"
@@ -122,7 +129,7 @@ def simulate(
         from gpipe_sim.trace import to_trace
 
         prediction = answers[0][1][0]
-        _write(trace, to_trace(prediction.plan, prediction.step), "trace, to open in ui.perfetto.dev")
+        _write(trace, to_trace(prediction.step), "trace, to open in ui.perfetto.dev")
     if html and any(found for _, found in answers):
         found = [prediction for _, predictions in answers for prediction in predictions]
         _write_report(html, found, ", ".join(name for name, _ in answers))
@@ -135,32 +142,55 @@ Answer = tuple[str, list["Prediction"]]
 
 
 def _predict_all(sweeps: "Sequence[Sweep]") -> tuple[list[Answer], bool]:
-    """Predict every plan, showing progress. Interrupted, it returns what is finished, and that it was."""
-    from gpipe_sim.plan import make_plan
+    """Plan and predict every point, showing progress. Interrupted, it returns what is finished, and that it was."""
     from gpipe_sim.predict import predict
 
-    plans = [(sweep.name, [make_plan(scenario) for scenario in sweep]) for sweep in sweeps]
-    total = sum(len(found) for _, found in plans)
-    answers: list[Answer] = []
+    num_plans = sum(map(len, sweeps))
+    answers: list[Answer] = [(sweep.name, []) for sweep in sweeps]
     try:
-        with _progress("simulating", total) as advance:
-            for name, found in plans:
-                answers.append((name, []))
+        plans = _make_plans(sweeps, num_plans)
+        total = sum(_samples(scenario) for sweep in sweeps for scenario in sweep)
+        with _progress(f"simulating {num_plans} plan{'s' * (num_plans > 1)}", total) as advance:
+            for (_, done), found in zip(answers, plans, strict=True):
                 for plan in found:
-                    answers[-1][1].append(predict(plan, keep_step=total == 1))
-                    advance()
+                    done.append(predict(plan, keep_step=num_plans == 1, advance=advance))
     except KeyboardInterrupt:
-        _say(f"interrupted: {sum(len(done) for _, done in answers)} of {total} plans are finished")
+        _say(f"interrupted: {sum(len(done) for _, done in answers)} of {num_plans} plans are finished")
         return answers, True
     return answers, False
 
 
+def _make_plans(sweeps: "Sequence[Sweep]", num_plans: int) -> "list[list[Plan]]":
+    """The plans of every sweep; the mistakes of all of them, if there are any."""
+    from gpipe_sim.plan import make_plan
+
+    plans: list[list[Plan]] = []
+    problems: list[Problem] = []
+    with _progress("planning", num_plans, quiet=True) as advance:
+        for sweep in sweeps:
+            plans.append([])
+            for scenario in sweep:
+                try:
+                    plans[-1].append(make_plan(scenario))
+                except InputError as error:
+                    problems += error.problems
+                advance()
+    if problems:
+        raise InputError(problems)
+    return plans
+
+
+def _samples(scenario: "Scenario") -> int:
+    jitter = scenario.cluster.jitter
+    return jitter.samples if jitter else 1
+
+
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def _progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
     """A bar on standard error if there is more than one thing to wait for; a line where nobody sees it move."""
     if total < 2 or not sys.stderr.isatty():
-        if total > 1:
-            _say(f"{what} {total} plans")
+        if total > 1 and not quiet:
+            _say(what)
         yield lambda: None
         return
     from rich.progress import Progress
@@ -178,7 +208,7 @@ def _print_answers(answers: Sequence[Answer]) -> None:
     console = make_console()
     for name, found in answers:
         if found:
-            console.print(results_table(name, found))
+            console.print(results_table(name, found, console.width))
         if len(found) == 1:
             console.print(plan_details(found[0], console.width))
 
@@ -203,6 +233,7 @@ def profile(
     parameters = format_bytes(imported.parameter_bytes.sum())
     _write(out, imported.to_json(), "profile, for model: {kind: profile, path: ...}")
     typer.echo(f"{imported.num_layers} layers, {forward} forward and {backward} backward, {parameters} of parameters")
+    typer.echo("times of input nodes, which are those of loading data, are left out")
 
 
 @app.command()
@@ -231,7 +262,7 @@ def catalog() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("runs/demo"),
 ) -> None:
-    """Simulate a sweep of a small transformer, explain its best plan and write a report to open."""
+    """Simulate a sweep of an 8-billion-parameter transformer, explain its best plan and write a report to open."""
     from gpipe_sim.predict import fastest
     from gpipe_sim.sweep import load_scenario, shipped_scenarios
     from gpipe_sim.terminal import make_console, plan_details

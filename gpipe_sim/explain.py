@@ -7,7 +7,7 @@ import numpy as np
 
 from gpipe_sim.metrics import pipeline_time_s
 from gpipe_sim.plan import Plan
-from gpipe_sim.schedule import Action
+from gpipe_sim.schedule import Action, sender_of
 from gpipe_sim.simulate import Effects, simulate
 from gpipe_sim.step import RankTimeline, Span, Step
 
@@ -41,10 +41,11 @@ LABELS: Mapping[str, str] = {
 def breakdown_s(plan: Plan, nominal: Step, mean_pipeline_s: float, mean_step_s: float) -> dict[str, float]:
     """The waterfall: seconds that each cause adds, in this order; they sum to the step time exactly.
 
-        compute         F and B of the whole batch in one call, spread evenly over the ranks
+        compute         F and B of the whole batch in one call, spread over the ranks by their speed, so that all end
+                        together
         small_batches   + what M small calls take more than one large one
         recompute       + forwards that are run again
-        imbalance       + the slowest rank's busy time, stragglers included, less the mean
+        imbalance       + the slowest rank's busy time, less the time if work were spread like that
         fill_drain      + the schedule's dependencies, with links and overheads switched off
         overhead        + the engine's own time per action and hop
         communication   + links, receive windows and blocking sends, each link to itself
@@ -55,15 +56,14 @@ def breakdown_s(plan: Plan, nominal: Step, mean_pipeline_s: float, mean_step_s: 
     Each part is the difference between two steps that differ only in that cause. Without jitter `nominal` is the
     step itself; the means are then its own times.
     """
-    R, profile = plan.num_stages, plan.profile
+    profile = plan.profile
     whole = profile.at(plan.scenario.batch)
     one_call = float((whole.forward_s + whole.backward_s).sum())
     many_calls = sum(float((profile.at(n).forward_s + profile.at(n).backward_s).sum()) for n in plan.sizes)
-    forward_s, backward_s = plan.forward_s(), plan.backward_s()
-    again_s = forward_s * np.array([plan.recomputed(stage) for stage in range(R)])
-    slowdowns = np.array([plan.slowdown(stage) for stage in range(R)])
-    recompute = float((again_s.sum(axis=1) / slowdowns).sum())
-    slowest = float((forward_s + backward_s + again_s).sum(axis=1).max())
+    slowdowns = np.array([plan.slowdown(stage) for stage in range(plan.num_stages)])
+    capacity = float((1.0 / slowdowns).sum())
+    recompute = float((plan.recompute_s.sum(axis=1) / slowdowns).sum())
+    slowest = float(plan.busy_s.max())
 
     no_links = Effects(overhead=False, communication=False, sharing=False)
     levels = [pipeline_time_s(simulate(plan, effects=no_links, memory=False))]
@@ -76,7 +76,8 @@ def breakdown_s(plan: Plan, nominal: Step, mean_pipeline_s: float, mean_step_s: 
     levels.append(pipeline_time_s(simulate(plan, effects=alone, memory=False)) if shares else full)
     levels += [full, mean_pipeline_s, mean_step_s]
 
-    totals = [0.0, one_call / R, many_calls / R, (many_calls + recompute) / R, slowest, *levels]
+    spread = [work / capacity for work in (one_call, many_calls, many_calls + recompute)]
+    totals = [0.0, *spread, slowest, *levels]
     return {part: after - before for part, (before, after) in zip(PARTS, pairwise(totals), strict=True)}
 
 
@@ -100,47 +101,74 @@ _Place = tuple[RankTimeline, int]
 class _Walk:
     def __init__(self, plan: Plan, step: Step) -> None:
         self.plan = plan
-        self.place: dict[Action, _Place] = {
-            action: (timeline, row) for timeline in step.ranks for row, action in enumerate(timeline.actions)
-        }
+        self.place: dict[Action, _Place] = {}
         self.last = max(step.ranks, key=lambda timeline: float(timeline.end_s[-1]))
-        self.path: list[Span] = []
+        self.previous_send: dict[Action, Action] = {}
+        """Sender of a message -> sender of the message before it on the same link."""
+        self.poster: dict[Action, Action] = {}
+        """Sender of a message -> the action that posted its receive, by taking an earlier message."""
+        for timeline in step.ranks:
+            for kind in ("F", "B"):
+                sends = [a for a in timeline.actions if a.kind == kind]
+                self.previous_send |= {later: earlier for earlier, later in pairwise(sends)}
+            for kinds in (("F",), ("R", "B")):
+                takes = [
+                    action
+                    for row, action in enumerate(timeline.actions)
+                    if action.kind in kinds and timeline.arrived_s[row] >= 0
+                ]
+                if plan.window is not None:
+                    for poster, taker in zip(takes, takes[plan.window :], strict=False):
+                        self.poster[sender_of(taker)] = poster
+            self.place |= {action: (timeline, row) for row, action in enumerate(timeline.actions)}
 
     def back(self) -> list[Span]:
+        """From the last action to the first: each turn of the loop adds one action or one message."""
+        path: list[Span] = []
         current: _Place | None = (self.last, len(self.last.actions) - 1)
+        message: tuple[Action, float] | None = None
+        """The message to follow, by its sender, and until when it is on the path; else `current` is the next action."""
         while current is not None:
             timeline, row = current
-            span = Span(timeline.rank, "compute", timeline.actions[row], timeline.start_s[row], timeline.end_s[row])
-            self.path.append(span)
-            current = self._before(timeline, row)
-        return self.path[::-1]
+            if message is None:
+                start, end = float(timeline.start_s[row]), float(timeline.end_s[row])
+                path.append(Span(timeline.rank, "compute", timeline.actions[row], start, end))
+                current, message = self._before(timeline, row)
+            else:
+                action, end = message
+                start = float(timeline.send_start_s[row])
+                path.append(Span(timeline.rank, "send", action, start, end))
+                current, message = self._before_message(timeline, row, start)
+        return path[::-1]
 
-    def _before(self, timeline: RankTimeline, row: int) -> _Place | None:
-        """The action whose end, directly or through messages, let this one start."""
-        free = timeline.end_s[row - 1] if row > 0 else 0.0
+    def _before(self, timeline: RankTimeline, row: int) -> tuple[_Place | None, tuple[Action, float] | None]:
+        """What let this action start: the message that it took, or the rank's previous action (or that one's message,
+        if the rank stood still until its delivery)."""
+        free = float(timeline.end_s[row - 1]) if row > 0 else 0.0
         held = row > 0 and timeline.blocking and timeline.send_end_s[row - 1] > free
         if held:
-            free = timeline.send_end_s[row - 1]
-        if timeline.arrived_s[row] > free:
-            kind, stage, microbatch = timeline.actions[row]
-            sender = Action("F", stage - 1, microbatch) if kind == "F" else Action("B", stage + 1, microbatch)
-            return self._through(self.place[sender], timeline.arrived_s[row])
+            free = float(timeline.send_end_s[row - 1])
+        arrived = float(timeline.arrived_s[row])
+        if arrived > free:
+            sender = sender_of(timeline.actions[row])
+            return self.place[sender], (sender, arrived)
         if held:
-            return self._through((timeline, row - 1), free)
-        return (timeline, row - 1) if row > 0 else None
+            return (timeline, row - 1), (timeline.actions[row - 1], free)
+        return ((timeline, row - 1) if row > 0 else None), None
 
-    def _through(self, sender: _Place, end: float) -> _Place | None:
-        """Add the message that this action sent, up to `end`, then find what let it start."""
-        timeline, row = sender
-        action, start = timeline.actions[row], float(timeline.send_start_s[row])
-        self.path.append(Span(timeline.rank, "send", action, start, end))
+    def _before_message(
+        self, timeline: RankTimeline, row: int, start: float
+    ) -> tuple[_Place | None, tuple[Action, float] | None]:
+        """What let this message start: its sender's end, the message before it on the link, or its receive."""
+        action = timeline.actions[row]
         if start <= timeline.end_s[row]:
-            return sender
-        receiver_stage = action.stage + (1 if action.kind == "F" else -1)
-        latency = self.plan.link(min(action.stage, receiver_stage)).latency + self.plan.profile.hop_overhead_s
-        earlier = [r for r in range(row) if timeline.actions[r].kind == action.kind]
-        if earlier and abs(timeline.send_end_s[earlier[-1]] - latency - start) <= 1e-9 * start:
-            return self._through((timeline, earlier[-1]), start)
-        receiver = next(t for t, _ in self.place.values() if t.stage == receiver_stage)
-        taking = int(np.argmin(np.abs(receiver.start_s - self.plan.profile.action_overhead_s - start)))
-        return self._before(receiver, taking)
+            return (timeline, row), None
+        earlier, poster = self.previous_send.get(action), self.poster.get(action)
+        if earlier is not None:
+            edge = action.stage if action.kind == "F" else action.stage - 1
+            latency = self.plan.link(edge).latency + self.plan.profile.hop_overhead_s
+            free = float(timeline.send_end_s[self.place[earlier][1]]) - latency
+            if poster is None or abs(free - start) <= 1e-9 * start:
+                return self.place[earlier], (earlier, start)
+        assert poster is not None, "a message waits for its sender, its link or its receive"
+        return self._before(*self.place[poster])

@@ -7,7 +7,7 @@ together as one `InputError`, which the command line turns into exit status 2.
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, SequenceNode
 
 FieldPath = tuple[str | int, ...]
 
@@ -56,6 +57,8 @@ class Document:
     data: Any
     places: dict[FieldPath, str] = field(default_factory=dict)
     """Field path -> ``file:line``, or the override that set it."""
+    problems: list[Problem] = field(default_factory=list)
+    """What was already wrong when the file was read."""
 
     def where(self, path: FieldPath) -> str:
         """The place of a field or, if it is not there, of the nearest thing around it."""
@@ -101,13 +104,15 @@ def read_text(path: Path) -> str:
 
 def parse_yaml(text: str, file: str) -> Document:
     """YAML 1.2 with line numbers; a duplicate key or a syntax error is an `InputError`."""
+    problems: list[Problem] = []
     try:
-        tree = YAML(typ="rt", pure=True).load(text)
-    except DuplicateKeyError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        key = str(error.problem).split('"')[1] if '"' in str(error.problem) else "?"
-        message = "is given twice, expected once"
-        raise InputError([Problem(f"{file}:{line}", key, message)]) from error
+        try:
+            tree = YAML(typ="rt", pure=True).load(text)
+        except DuplicateKeyError:  # note them all, then go on with the rest of the file
+            problems = list(_duplicates(YAML().compose(text), (), file))
+            tolerant = YAML(typ="rt", pure=True)
+            tolerant.allow_duplicate_keys = True
+            tree = tolerant.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise InputError(
@@ -117,9 +122,24 @@ def parse_yaml(text: str, file: str) -> Document:
         # ruamel lets the errors of converting a scalar through: a date with a 13th month, "!!int abc"
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError([Problem(f"{file}:1", "", f"not YAML: {first_line}")]) from error
-    document = Document(file, None, {(): f"{file}:1"})
+    document = Document(file, None, {(): f"{file}:1"}, problems)
     document.data = _plain(tree, (), document)
     return document
+
+
+def _duplicates(node: Any, path: FieldPath, file: str) -> Iterator[Problem]:
+    """Every key that a mapping of the file has twice."""
+    if isinstance(node, MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen:
+                where = f"{file}:{key.start_mark.line + 1}"
+                yield Problem(where, dotted((*path, key.value)), "is given twice, expected once")
+            seen.add(key.value)
+            yield from _duplicates(value, (*path, key.value), file)
+    elif isinstance(node, SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _duplicates(value, (*path, index), file)
 
 
 def _plain(node: Any, path: FieldPath, document: Document) -> Any:

@@ -4,7 +4,7 @@
     ----------------------------------------------------------------------------------------------------------
     parameters    always                       always                  weights
     optimizer     always                       always                  state, by optimizer and dtype
-    gradients     first B starts               U ends                  one per weight; set to None between steps
+    gradients     first B ends                 U ends                  one per weight; set to None between steps
     inputs        arrival of the activations   its B ends              boundary input; stage 0: the whole mini-batch
     activations   F starts (R, if recomputed)  its B ends              what remains after a forward with gradients
     workspace     an action starts             it ends                 its transient peak, beyond the other parts
@@ -18,7 +18,6 @@ forwards; with it, M boundary inputs and one rematerialised micro-batch: O(N + (
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,48 +25,7 @@ import numpy.typing as npt
 from gpipe_sim.model import bytes_per_parameter
 from gpipe_sim.plan import Plan
 from gpipe_sim.profile import Array
-
-if TYPE_CHECKING:
-    from gpipe_sim.step import RankTimeline
-
-PARTS = ("parameters", "optimizer", "gradients", "inputs", "activations", "workspace", "buffers")
-MODEL_PARTS = ("parameters", "optimizer", "gradients")
-"""Those that do not depend on the data; the rest is activation memory."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MemoryCurve:
-    """One rank's bytes over time: from `times[i]` on, part p holds `parts[p][i]` bytes."""
-
-    times: Array
-    parts: Mapping[str, Array]
-
-    @property
-    def total(self) -> Array:
-        """Bytes of all parts."""
-        total: Array = np.sum(list(self.parts.values()), axis=0)
-        return total
-
-    @property
-    def peak_index(self) -> int:
-        """Where the total is largest, for the first time."""
-        return int(np.argmax(self.total))
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest total."""
-        return int(np.ceil(self.total[self.peak_index]))
-
-    @property
-    def activation_bytes(self) -> int:
-        """The peak less parameters, gradients and optimizer state."""
-        return int(
-            np.ceil(sum(values[self.peak_index] for part, values in self.parts.items() if part not in MODEL_PARTS))
-        )
-
-    def at_peak(self) -> dict[str, float]:
-        """What the peak is made of."""
-        return {part: float(values[self.peak_index]) for part, values in self.parts.items()}
+from gpipe_sim.step import MEMORY_PARTS, MemoryCurve, RankTimeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +42,7 @@ class StageBytes:
     no_grad_workspace: Array
     """Transient of a forward whose activations are dropped."""
     first_backward_workspace: Array
-    """Transient of a backward whose gradients become `.grad`."""
+    """Transient of a backward whose gradients become `.grad`, with those gradients."""
     backward_workspace: Array
     """Transient of a backward that adds to existing `.grad`: one layer's new gradients stand beside the old."""
 
@@ -110,6 +68,9 @@ def stage_bytes(plan: Plan, size: int) -> StageBytes:
     inside[firsts] = 0.0  # boundary inputs are counted as inputs
     no_grad = inside + costs.workspace_no_grad_bytes + output
     new_gradients = plan.profile.parameter_bytes * _gradients_per_weight(plan)
+    # The first backward makes the gradients, from the stage's last layer to its first, while the pile shrinks.
+    total = np.cumsum(new_gradients)
+    gradients_so_far = np.repeat(total[lasts], plan.balance) - total + new_gradients
 
     def beyond_saved(values: Array) -> Array:
         beyond: Array = np.maximum(np.maximum.reduceat(values, firsts) - pile[lasts], 0.0)
@@ -121,7 +82,7 @@ def stage_bytes(plan: Plan, size: int) -> StageBytes:
         saved=pile[lasts],
         forward_workspace=beyond_saved(pile + costs.workspace_forward_bytes),
         no_grad_workspace=np.maximum.reduceat(no_grad, firsts),
-        first_backward_workspace=beyond_saved(backward),
+        first_backward_workspace=beyond_saved(backward + gradients_so_far),
         backward_workspace=beyond_saved(backward + new_gradients),
     )
 
@@ -153,7 +114,7 @@ class _Ledger:
         moment[order] = np.cumsum(fresh) - 1  # which of the distinct (rank, time) each change belongs to
         times, owner = times[fresh], owner[fresh]
         bounds = np.searchsorted(owner, np.arange(self._num_ranks + 1))
-        parts, offset = {part: np.zeros(len(times)) for part in PARTS}, self._num_ranks
+        parts, offset = {part: np.zeros(len(times)) for part in MEMORY_PARTS}, self._num_ranks
         for part, at, amount in self._changes:
             parts[part] += np.bincount(moment[offset : offset + at.size], amount.ravel(), len(times))
             offset += at.size
@@ -169,7 +130,7 @@ class _Ledger:
         )
 
 
-def memory_curves(plan: Plan, timelines: Sequence["RankTimeline"]) -> tuple[MemoryCurve, ...]:
+def memory_curves(plan: Plan, timelines: Sequence[RankTimeline]) -> tuple[MemoryCurve, ...]:
     """Every rank's curve. Arrays below have a row per rank and a column per micro-batch."""
     stage_of = np.array([timeline.stage for timeline in timelines])
     per_size = [stage_bytes(plan, size) for size in sorted(set(plan.sizes), reverse=True)]
@@ -200,15 +161,18 @@ def memory_curves(plan: Plan, timelines: Sequence["RankTimeline"]) -> tuple[Memo
     transient = np.where(first, each("first_backward_workspace"), each("backward_workspace"))
     ledger.hold("workspace", start["B"], end["B"], transient)
 
+    overhead = plan.profile.action_overhead_s  # between taking a message and computing with it
     nothing = np.zeros_like(start["F"])
     has_previous, has_next = (stage_of > 0)[:, None], (stage_of < plan.num_stages - 1)[:, None]
     arrived = np.where(has_previous, column("arrived_s", rows["F"]), nothing)
     inputs, outputs = each("input"), each("output")  # 0 where there is no neighbour
-    ledger.hold("buffers", np.where(has_previous, _posted(plan.window, start["F"]), nothing), arrived, inputs)
+    ledger.hold(
+        "buffers", np.where(has_previous, _posted(plan.window, start["F"] - overhead), nothing), arrived, inputs
+    )
     ledger.hold("inputs", arrived, end["B"], inputs)
     ledger.hold("buffers", end["B"], np.where(has_previous, column("send_end_s", rows["B"]), end["B"]), inputs)
     takes = np.where(recomputed, start["R"], start["B"]) if plan.recompute == "on_demand" else start["B"]
-    ledger.hold("buffers", _posted(plan.window, takes), end["B"], outputs)
+    ledger.hold("buffers", _posted(plan.window, takes - overhead), end["B"], outputs)
     if recomputed.any():  # without recompute the output is among the activations
         delivered = np.where(has_next, column("send_end_s", rows["F"]), end["F"])
         ledger.hold("buffers", end["F"], delivered, np.where(recomputed, outputs, 0.0))
@@ -218,7 +182,7 @@ def memory_curves(plan: Plan, timelines: Sequence["RankTimeline"]) -> tuple[Memo
     weights = stage_weights[stage_of]
     step_end = np.array([[timeline.end_s[-1]] for timeline in timelines])
     ledger.hold(
-        "gradients", start["B"].min(axis=1, keepdims=True), step_end, weights[:, None] * _gradients_per_weight(plan)
+        "gradients", end["B"].min(axis=1, keepdims=True), step_end, weights[:, None] * _gradients_per_weight(plan)
     )
     batch_bytes = plan.profile.input_bytes * plan.scenario.batch
     return ledger.curves(

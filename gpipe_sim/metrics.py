@@ -53,8 +53,3 @@ def bubble_ideal(schedule: ScheduleName, num_stages: int, num_microbatches: int)
 def over_ideal_time(bubble: float) -> float:
     """Idle time over busy time, x / (1-x) for a bubble fraction x: the (K-1)/M of Narayanan et al. (2021)."""
     return bubble / (1.0 - bubble)
-
-
-def utilization(step: Step) -> Array:
-    """Busy seconds over T of each rank."""
-    return busy_s(step) / pipeline_time_s(step)

@@ -63,6 +63,8 @@ class Layer:
     """The largest intermediate values alive together inside the layer, beyond what remains."""
     kernels: int
     """Kernel launches of a forward; a backward makes twice as many."""
+    reads_all_weights: bool = True
+    """Whether a forward reads every weight; a lookup does not."""
 
 
 def transformer_layers(model: Transformer, dtype: DType) -> list[Layer]:
@@ -99,6 +101,7 @@ def transformer_layers(model: Transformer, dtype: DType) -> list[Layer]:
         output_bytes=d * s * h,
         workspace_bytes=d * s * h,
         kernels=2,
+        reads_all_weights=False,
     )
     norm = Layer(
         name="norm",

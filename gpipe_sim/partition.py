@@ -7,9 +7,6 @@ This is usually, not always, the fastest pipeline: fill and drain see the *sum* 
 cuts. The planner optimises the step itself; this is the default cut and the planner's starting point.
 """
 
-from bisect import bisect_right
-from itertools import accumulate
-
 import numpy as np
 
 from gpipe_sim.profile import Array
@@ -23,44 +20,48 @@ def partition(costs: Array) -> tuple[int, ...]:
 
     Rows differ when stages recompute differently or sit on devices of different speed. Two steps:
 
-    1. The smallest bound B that the largest stage can have, by bisection. For a given B, let each stage in turn take
-       as many layers as fit, leaving at least one for each later stage. This reaches at least as far after every stage
-       as any other cut within B does, since what remains for later stages only shrinks; so it succeeds if any cut
-       does. Each success replaces B by the largest stage really met, each failure raises the lower end, until no
-       number lies between: B is then the optimum to the last bit.
+    1. The smallest bound B that the largest stage can have, by bisection down to neighbouring floats. For a given B,
+       `_reachable` finds after each stage every layer at which a cut within B can stand; B is possible if the last
+       stage can end at the last layer. (To let each stage take as many layers as fit is not enough: a dear layer may
+       have to be left to a later, faster stage.)
     2. Among all cuts within B, one with the smallest sum of squared stage costs, by dynamic programming from the last
        stage. Of cuts that are still equal, early stages get fewer layers: they hold activations longest.
     """
     num_stages, num_layers = costs.shape
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"{num_stages} stages need at least as many layers, found {num_layers}")
-    sums = [list(accumulate(row, initial=0.0)) for row in costs.tolist()]
-    return _most_even(np.array(sums), _smallest_bound(sums) * (1 + _SAME))
+    sums = np.concatenate([np.zeros((num_stages, 1)), np.cumsum(costs, axis=1)], axis=1)
+    return _most_even(sums, _smallest_bound(sums) * (1 + _SAME))
 
 
-def _smallest_bound(sums: list[list[float]]) -> float:
-    low, high = 0.0, _largest_stage(sums, float("inf"))
-    assert high is not None, "without a bound every cut is allowed"
+def _smallest_bound(sums: Array) -> float:
+    largest_layer = float(np.diff(sums, axis=1).min(axis=0).max())
+    low, high = np.nextafter(largest_layer, 0.0), float(sums[:, -1].max())
     while low < (middle := (low + high) / 2) < high:
-        found = _largest_stage(sums, middle)
-        if found is None:
-            low = middle
+        if _reachable(sums, middle):
+            high = middle
         else:
-            high = min(found, middle)
+            low = middle
     return high
 
 
-def _largest_stage(sums: list[list[float]], bound: float) -> float | None:
-    """The largest stage of the greedy cut within the bound; None if no cut is."""
-    num_stages, num_layers = len(sums), len(sums[0]) - 1
-    begin, largest = 0, 0.0
-    for stage, total in enumerate(sums):
-        end = min(bisect_right(total, total[begin] + bound) - 1, num_layers - (num_stages - 1 - stage))
-        if end <= begin:
-            return None
-        largest = max(largest, total[end] - total[begin])
-        begin = end
-    return largest if begin == num_layers else None
+def _reachable(sums: Array, bound: float) -> bool:
+    """Whether some cut has no stage above the bound.
+
+    `ends[i]` says whether the stages so far can end before layer i. From an end at i the next stage can end at any of
+    i+1 .. last(i); marking +1 and -1 at the borders of each such range and summing up gives the union of all.
+    """
+    num_stages, num_layers = sums.shape[0], sums.shape[1] - 1
+    ends = np.zeros(num_layers + 1, dtype=bool)
+    ends[0] = True
+    for stage in range(num_stages):
+        begins = np.flatnonzero(ends[: num_layers - (num_stages - 1 - stage)])
+        last = np.searchsorted(sums[stage], sums[stage, begins] + bound, side="right") - 1
+        borders = np.bincount(begins + 1, minlength=num_layers + 3) - np.bincount(last + 1, minlength=num_layers + 3)
+        ends = np.cumsum(borders)[: num_layers + 1] > 0
+        if not ends.any():
+            return False
+    return bool(ends[num_layers])
 
 
 def _most_even(sums: Array, bound: float) -> tuple[int, ...]:

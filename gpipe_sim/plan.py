@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gpipe_sim.catalog import DType, Link
+from gpipe_sim.files import InputError
 from gpipe_sim.partition import partition
 from gpipe_sim.profile import Array, Profile, build_profile
-from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
+from gpipe_sim.scenario import MEASURED, BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
 
 
 class Nic(NamedTuple):
@@ -43,6 +44,7 @@ class Plan:
     schedule: ScheduleName
     recompute: Recompute
     backward: BackwardOrder
+    """The order that is run: 1f1b knows only one."""
     window: int | None
     """Receives posted ahead per edge and direction; None is no limit."""
 
@@ -85,10 +87,12 @@ class Plan:
         """For each micro-batch, whether this stage runs its forward again before its backward."""
         return recomputed(self.checkpoint[stage], self.num_microbatches)
 
+    @cached_property
     def forward_s(self) -> Array:
         """Seconds of each forward, and recomputation, by stage and micro-batch, slowdown included."""
         return self._per_stage("forward_s")
 
+    @cached_property
     def backward_s(self) -> Array:
         """Seconds of each backward by stage and micro-batch, slowdown included."""
         return self._per_stage("backward_s")
@@ -100,11 +104,26 @@ class Plan:
             by_size[size] = [float(layers[stage].sum()) * self.slowdown(k) for k, stage in enumerate(self.stages)]
         return np.array([by_size[size] for size in self.sizes]).T
 
+    @cached_property
+    def recompute_s(self) -> Array:
+        """Seconds of each recomputation by stage and micro-batch, 0 where there is none, slowdown included."""
+        recomputed = np.array([self.recomputed(stage) for stage in range(self.num_stages)])
+        again: Array = self.forward_s * recomputed
+        return again
+
+    @cached_property
+    def busy_s(self) -> Array:
+        """Seconds that each stage computes in a step: forwards, recomputations and backwards."""
+        busy: Array = (self.forward_s + self.recompute_s + self.backward_s).sum(axis=1)
+        return busy
+
+    @cached_property
     def update_s(self) -> Array:
         """Seconds of each stage's optimizer step, slowdown included."""
         times = [self.profile.optimizer_s[s].sum() * self.slowdown(k) for k, s in enumerate(self.stages)]
         return np.array(times)
 
+    @cached_property
     def message_bytes(self) -> Array:
         """Bytes that cross each edge (row k: between stages k and k+1) per micro-batch, the same in both directions."""
         last_layers = [stage.stop - 1 for stage in self.stages[:-1]]
@@ -115,7 +134,8 @@ class Plan:
         """What connects this stage to the next: an edge's own link, the network between nodes, or the node's link."""
         cluster = self.scenario.cluster
         between_nodes = cluster.network if self._nodes(stage)[0] != self._nodes(stage)[1] else None
-        return cluster.links.get(stage) or between_nodes or cluster.link
+        link = cluster.links.get(stage) or between_nodes or cluster.link
+        return self.profile.link if link is MEASURED and self.profile.link else link
 
     def nic_route(self, stage: int) -> tuple[Nic, ...]:
         """The NICs that a message to the next stage passes, out of one node and into another.
@@ -134,6 +154,9 @@ class Plan:
     @cached_property
     def shared_nics(self) -> frozenset[Nic]:
         """NIC directions that more than one edge and direction of traffic passes."""
+        network = self.scenario.cluster.network
+        if network is None or network.bandwidth == float("inf"):
+            return frozenset()
         routes = [self.nic_route(stage) for stage in range(self.num_stages - 1)]
         passes = [nic for route in routes for nic in (*route, *backward_route(route))]
         return frozenset(nic for nic in passes if passes.count(nic) > 1)
@@ -166,10 +189,12 @@ def make_plan(scenario: Scenario) -> Plan:
     """The plan that a scenario describes, its profile built or read, its layers cut."""
     spec, cluster = scenario.plan, scenario.cluster
     K, M = spec.num_stages, spec.num_microbatches
-    if K is None:
-        raise scenario.error("plan.stages", "is missing, expected a number of stages such as 4")
-    if M is None:
-        raise scenario.error("plan.microbatches", f"is missing, expected a number of micro-batches such as {4 * K}")
+    if K is None or M is None:
+        missing = [
+            scenario.error("plan.stages", "is missing, expected a number of stages such as 4") if K is None else None,
+            scenario.error("plan.microbatches", "is missing, expected a number such as 16") if M is None else None,
+        ]
+        raise InputError(problem for error in missing if error for problem in error.problems)
     sizes = microbatch_sizes(scenario.batch, M)
     profile = build_profile(scenario, sizes)
     if profile.num_layers < K:
@@ -177,6 +202,10 @@ def make_plan(scenario: Scenario) -> Plan:
     if spec.balance and sum(spec.balance) != profile.num_layers:
         found = sum(spec.balance)
         raise scenario.error("plan.balance", f"adds up to {found}, expected the profile's {profile.num_layers} layers")
+    if not (profile.at(sizes[0]).forward_s + profile.at(sizes[0]).backward_s).any():
+        raise scenario.error("model", "takes no time at all, expected a layer with a forward or backward above zero")
+    if cluster.link is MEASURED and profile.link is None:
+        raise scenario.error("cluster.link", "found measured, but the profile has no measured link")
     placement = spec.placement or tuple(range(K))
     checkpoint = spec.checkpoint if isinstance(spec.checkpoint, tuple) else (spec.checkpoint,) * K
     slowdowns = [cluster.slowdown.get(rank, 1.0) for rank in placement]
@@ -189,7 +218,7 @@ def make_plan(scenario: Scenario) -> Plan:
         checkpoint=checkpoint,
         schedule=spec.schedule,
         recompute=spec.recompute,
-        backward=spec.backward,
+        backward="fifo" if spec.schedule == "1f1b" else spec.backward,
         window=spec.window,
     )
 

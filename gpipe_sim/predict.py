@@ -1,6 +1,6 @@
 """Prediction: everything that `simulate` says of one plan, and the keys under which `--json` says it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,8 @@ class Prediction:
     """Per rank, the peak less parameters, gradients and optimizer state."""
     parameter_bytes: tuple[int, ...]
     """Per rank."""
+    fullest_sample: int | None
+    """The jitter sample that takes most memory."""
     breakdown_s: dict[str, float]
     """The waterfall, in its order; it sums to `step_time_s`."""
     kept_step: Step | None = field(default=None, repr=False)
@@ -51,6 +53,16 @@ class Prediction:
     def step_time_s(self) -> float:
         """The mean over samples."""
         return float(self.step_times_s.mean())
+
+    @property
+    def step_time_p50_s(self) -> float:
+        """The median over samples."""
+        return float(np.quantile(self.step_times_s, 0.5))
+
+    @property
+    def step_time_p95_s(self) -> float:
+        """What 95 % of the samples do not exceed."""
+        return float(np.quantile(self.step_times_s, 0.95))
 
     @property
     def throughput_samples_s(self) -> float:
@@ -81,7 +93,8 @@ class Prediction:
     @cached_property
     def verdict(self) -> str:
         """What limits the plan, and what to change next."""
-        return verdict(self.plan, self.step, self.breakdown_s)
+        fullest = self.step if self.fits else simulate(self.plan, sample=self.fullest_sample)
+        return verdict(self.plan, fullest, self.breakdown_s)
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of the command line's contract."""
@@ -110,13 +123,12 @@ class Prediction:
             "utilization": self.utilization.tolist(),
         }
         if plan.scenario.cluster.jitter:
-            p50, p95 = np.quantile(self.step_times_s, [0.5, 0.95])
-            result |= {"step_time_p50_s": float(p50), "step_time_p95_s": float(p95)}
+            result |= {"step_time_p50_s": self.step_time_p50_s, "step_time_p95_s": self.step_time_p95_s}
         return result
 
 
-def predict(plan: Plan, *, keep_step: bool = False) -> Prediction:
-    """Simulate the plan, once or, with jitter, once for each sample."""
+def predict(plan: Plan, *, keep_step: bool = False, advance: Callable[[], None] = lambda: None) -> Prediction:
+    """Simulate the plan, once or, with jitter, once for each sample; `advance` is called after each."""
     nominal = simulate(plan)
     jitter = plan.scenario.cluster.jitter
     times, pipeline, busy, peaks = [], [], [], []
@@ -126,7 +138,9 @@ def predict(plan: Plan, *, keep_step: bool = False) -> Prediction:
         pipeline.append(metrics.pipeline_time_s(step))
         busy.append(metrics.busy_s(step))
         peaks.append([(curve.peak_bytes, curve.activation_bytes) for curve in step.memory])
+        advance()
     mean_pipeline = float(np.mean(pipeline))
+    fullest = int(np.argmax([max(sample) for sample in peaks]))
     highest = [max(sample[rank] for sample in peaks) for rank in range(len(plan.ranks))]
     return Prediction(
         plan=plan,
@@ -136,6 +150,7 @@ def predict(plan: Plan, *, keep_step: bool = False) -> Prediction:
         peak_memory_bytes=tuple(peak for peak, _ in highest),
         activation_bytes=tuple(activations for _, activations in highest),
         parameter_bytes=tuple(int(curve.parts["parameters"][0]) for curve in nominal.memory),
+        fullest_sample=fullest if jitter else None,
         breakdown_s=breakdown_s(plan, nominal, mean_pipeline, float(np.mean(times))),
         kept_step=nominal if keep_step and jitter is None else None,
     )

@@ -15,6 +15,7 @@ micro-batches can be slower.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -142,6 +143,10 @@ def _interpolate(sizes: Sequence[int], values: Array, size: int) -> Array:
     if len(sizes) == 1:
         scaled: Array = values[:, 0] * (size / sizes[0])
         return scaled
+    if size < sizes[0]:  # the line through the first two sizes, but at least in proportion: nothing is free
+        slope = (values[:, 1] - values[:, 0]) / (sizes[1] - sizes[0])
+        below: Array = np.maximum(values[:, 0] - slope * (sizes[0] - size), values[:, 0] * (size / sizes[0]))
+        return below
     right = min(max(int(np.searchsorted(sizes, size)), 1), len(sizes) - 1)
     if sizes[right] == size:
         return values[:, right]
@@ -156,8 +161,8 @@ def _interpolate(sizes: Sequence[int], values: Array, size: int) -> Array:
 def build_profile(scenario: Scenario, sizes: Iterable[int]) -> Profile:
     """The scenario's profile: read if it names one, otherwise analytic and exact at the given micro-batch sizes."""
     known_sizes = tuple(sorted({*sizes, scenario.batch}))
-    if scenario.profile or isinstance(scenario.model, ProfileModel):
-        return _read_for(scenario)
+    if scenario.profile:
+        return _read_for(scenario, scenario.profile)
     if isinstance(scenario.model, Transformer):
         return _transformer_profile(scenario, scenario.model, known_sizes)
     if isinstance(scenario.model, Layers):
@@ -165,19 +170,17 @@ def build_profile(scenario: Scenario, sizes: Iterable[int]) -> Profile:
     raise scenario.error("profile", "is missing: a python model needs a measured profile")
 
 
-def _read_for(scenario: Scenario) -> Profile:
+def _read_for(scenario: Scenario, path: Path) -> Profile:
     """Read the profile that the scenario names, and check that it belongs to the model that it describes."""
-    if isinstance(scenario.model, ProfileModel):
-        name, path = "model.path", Path(scenario.document.file).parent / scenario.model.path
-    else:
-        name, path = "profile", scenario.profile or Path()
+    is_all = isinstance(scenario.model, ProfileModel)
+    name = "model.path" if is_all else "profile"
     if not path.is_file():
         raise scenario.error(name, f"there is no file {path}")
     profile = load_profile(path)
     expected = scenario.model.num_layers
     if expected is not None and expected != profile.num_layers:
         raise scenario.error(name, f"{path} has {profile.num_layers} layers, but the model has {expected}")
-    if not isinstance(scenario.model, ProfileModel) and profile.dtype != scenario.dtype:
+    if profile.dtype != scenario.dtype and (not is_all or "dtype" in scenario.document.data):
         raise scenario.error(name, f"{path} was made with {profile.dtype}, but the scenario says {scenario.dtype}")
     return profile
 
@@ -185,8 +188,9 @@ def _read_for(scenario: Scenario) -> Profile:
 def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[int, ...]) -> Profile:
     """Roofline times: launches + max(FLOPs / attained compute, bytes / bandwidth); a backward is twice a forward.
 
-    Traffic is the weights once per call and, per sample, every tensor that remains written once and read once. The
-    optimizer reads and writes weights and state and reads gradients, at the memory's bandwidth.
+    Traffic is the weights once per call (a lookup reads only the rows it needs, but its gradient is dense) and, per
+    sample, every tensor that remains written once and read once. The optimizer reads and writes weights and state and
+    reads gradients, at the memory's bandwidth.
     """
     device, layers = scenario.cluster.device, transformer_layers(model, scenario.dtype)
     n = np.array(sizes, dtype=float)
@@ -196,8 +200,10 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
     launch = np.array([[layer.kernels * device.launch] for layer in layers])
     work = np.array([[layer.flops] for layer in layers]) * n / attained
     saved = np.array([[layer.saved_bytes] for layer in layers]) * n
-    traffic = (parameters[:, None] * per_parameter.weight + 2 * saved) / device.bandwidth
-    forward = launch + np.maximum(work, traffic)
+    weights = parameters[:, None] * per_parameter.weight
+    read = weights * np.array([[layer.reads_all_weights] for layer in layers])
+    forward = launch + np.maximum(work, (read + 2 * saved) / device.bandwidth)
+    backward = 2 * launch + 2 * np.maximum(work, (weights + 2 * saved) / device.bandwidth)
     workspace = np.array([[layer.workspace_bytes] for layer in layers]) * n
     update_bytes = 2 * per_parameter.weight + per_parameter.gradient + 2 * per_parameter.optimizer
     return Profile(
@@ -208,7 +214,7 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
         sizes=sizes,
         table={
             "forward_s": forward,
-            "backward_s": 2 * forward,
+            "backward_s": backward,
             "saved_bytes": saved,
             "output_bytes": np.array([[layer.output_bytes] for layer in layers]) * n,
             "workspace_no_grad_bytes": workspace,
@@ -291,24 +297,38 @@ class _ProfileFile(Strict):
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file; every mistake in it is reported with its line."""
+    stat = path.stat() if path.exists() else None
+    return _load(path, (stat.st_mtime_ns, stat.st_size) if stat else None)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, version: object) -> Profile:
+    """Every point of a sweep reads the same file; `version` tells whether it has changed."""
     document = read_json(path)
+    try:
+        return parse_profile(document)
+    except InputError:
+        return parse_profile(Document(document.file, document.data, _places(path)))
+
+
+def parse_profile(document: Document) -> Profile:
+    """The profile of an already read document."""
     try:
         content = _ProfileFile.model_validate(document.data)
     except ValidationError as error:
-        raise InputError(problems_of(error, _with_lines(path), ())) from error
-    problems = list(_uneven(content))
+        raise InputError(problems_of(error, document, ())) from error
+    problems = [document.problem(field, message) for field, message in _uneven(content)]
     if problems:
-        located = _with_lines(path)
-        raise InputError(located.problem(field, message) for field, message in problems)
+        raise InputError(problems)
     return _from_file(content)
 
 
-def _with_lines(path: Path) -> Document:
-    """The same file read as YAML, of which JSON is a part: slow, and done only to say where a mistake is."""
+def _places(path: Path) -> dict[FieldPath, str]:
+    """Where each field is, by reading the file as YAML, of which JSON is a part: slow, done only after a mistake."""
     try:
-        return parse_yaml(read_text(path), str(path))
+        return parse_yaml(read_text(path), str(path)).places
     except InputError:  # what YAML refuses although JSON allows it
-        return read_json(path)
+        return {}
 
 
 def _uneven(content: _ProfileFile) -> Iterable[tuple[FieldPath, str]]:

@@ -21,7 +21,7 @@ ScheduleName = Literal["naive", "gpipe", "1f1b"]
 Recompute = Literal["early", "on_demand"]
 BackwardOrder = Literal["reverse", "fifo"]
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 Bytes = Annotated[float, PlainValidator(units.parse_bytes)]
 Seconds = Annotated[float, PlainValidator(units.parse_seconds)]
 Bandwidth = Annotated[float, PlainValidator(units.parse_bandwidth)]
@@ -155,7 +155,13 @@ def _to_device(value: object) -> Device:
     )
 
 
+MEASURED = Link(name="measured", bandwidth=float("inf"), latency=0.0, source="the profile")
+"""Stands for the link that the profile measured."""
+
+
 def _to_link(value: object) -> Link:
+    if value == MEASURED.name:
+        return MEASURED
     if isinstance(value, str):
         if value not in LINKS:
             if value[:1].isdigit() and "/s" in value:
@@ -174,7 +180,7 @@ LinkField = Annotated[Link, PlainValidator(_to_link)]
 class Jitter(Strict):
     """Lognormal noise on every compute time."""
 
-    cv: Annotated[float, Field(ge=0)]
+    cv: Annotated[float, Field(ge=0, le=10)]
     """Standard deviation over mean."""
     samples: Count = 200
     seed: Annotated[int, Field(ge=0)] = 0
@@ -244,7 +250,8 @@ def _to_counts(least: int, example: str) -> PlainValidator:
     return PlainValidator(convert)
 
 
-def _to_window(value: object) -> int | None:
+def to_window(value: object) -> int | None:
+    """How many receives may be posted ahead, as it is written; None for all."""
     if value == "all":
         return None
     if type(value) is int and value >= 1:
@@ -263,7 +270,7 @@ class PlanSpec(Strict):
     backward: BackwardOrder = "reverse"
     balance: Annotated[tuple[int, ...] | None, _to_counts(1, "[12, 12, 12, 12]")] = None
     placement: Annotated[tuple[int, ...] | None, _to_counts(0, "[0, 1, 2, 3]")] = None
-    window: Annotated[int | None, PlainValidator(_to_window)] = 2
+    window: Annotated[int | None, PlainValidator(to_window)] = 2
     """Receives posted ahead per edge and direction; None is no limit."""
 
     @property
@@ -299,7 +306,7 @@ class Scenario:
     dtype: DType
     optimizer: Optimizer
     profile: Path | None
-    """A measured profile to use instead of analytic costs."""
+    """The profile file to use: a measured one instead of analytic costs, or all there is of a model."""
     model: Model
     cluster: Cluster
     plan: PlanSpec

@@ -12,6 +12,7 @@ and B; recomputation and update are added in one place, `stage_actions`.
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from gpipe_sim.plan import Plan
@@ -99,10 +100,17 @@ def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
     return tuple(actions)
 
 
+@lru_cache(maxsize=4)
 def rank_actions(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     """Every rank's list, in the order of `Plan.ranks`."""
     stage_of = {rank: stage for stage, rank in enumerate(plan.placement)}
     return tuple(stage_actions(plan, stage_of[rank]) for rank in plan.ranks)
+
+
+def sender_of(action: Action) -> Action:
+    """The action whose message this one takes, if it takes any: the forward before it, or the backward after it."""
+    kind, stage, microbatch = action
+    return Action("F", stage - 1, microbatch) if kind == "F" else Action("B", stage + 1, microbatch)
 
 
 def gradient_takers(plan: Plan, stage: int) -> tuple[Kind, ...]:

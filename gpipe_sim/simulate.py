@@ -62,8 +62,10 @@ def simulate(
     """Predict one step of the plan.
 
     `sample` draws that sample of the scenario's jitter; without it, compute times are the profile's. `actions` replaces
-    the plan's own schedule, rank by rank.
+    the plan's own schedule, rank by rank, by the same actions in another order.
     """
+    if actions is not None and list(map(set, actions)) != list(map(set, rank_actions(plan))):
+        raise ValueError("the action lists have other actions than the plan, expected its own in another order")
     simulation = _Simulation(plan, effects, sample, actions or rank_actions(plan))
     timelines = simulation.run()
     return Step(ranks=timelines, memory=memory_curves(plan, timelines) if memory else ())
@@ -260,8 +262,8 @@ class _Simulation:
 
     def _seconds(self, sample: int | None) -> dict[str, list[list[float]]]:
         """Kind -> stage -> micro-batch -> seconds of compute, the update's as its only entry."""
-        forward, backward = self.plan.forward_s(), self.plan.backward_s()
-        times = {"F": forward, "R": forward, "B": backward, "U": self.plan.update_s()[:, None]}
+        forward, backward = self.plan.forward_s, self.plan.backward_s
+        times = {"F": forward, "R": forward, "B": backward, "U": self.plan.update_s[:, None]}
         jitter = self.plan.scenario.cluster.jitter
         if sample is not None and jitter is not None:
             for index, kind in enumerate(times):
@@ -270,7 +272,7 @@ class _Simulation:
 
     def _links(self) -> tuple[list[_Link], list[_Link]]:
         """Two links per edge, fairly shared where other traffic passes the same NIC."""
-        plan, env, effects, sizes = self.plan, self.env, self.effects, self.plan.message_bytes().tolist()
+        plan, env, effects, sizes = self.plan, self.env, self.effects, self.plan.message_bytes.tolist()
         hop = plan.profile.hop_overhead_s if effects.overhead else 0.0
         network = plan.scenario.cluster.network
         nics = FairShare(env, dict.fromkeys(plan.shared_nics, network.bandwidth) if network else {})

@@ -1,21 +1,20 @@
 """Step: one training step as it happened or as it is predicted to happen; the one type for both.
 
-Time starts at 0 with the step's first action. A rank's record has one row per action of its list:
+A rank's record has one row per action of its list:
 
     rank 1   |--wait--|==1F0==|        |==1F1==|
-                      ^start  ^end
-             arrival of its input      send: sent_s at the action's end, on the link from send_start_s,
+                      ^start_s^end_s
+             arrived_s, its input      its message: sent at the action's end, on the link from send_start_s,
                                        delivered at send_end_s
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_sim.memory import MemoryCurve
 from gpipe_sim.profile import Array
 from gpipe_sim.schedule import Action
 
@@ -76,6 +75,46 @@ class RankTimeline:
                 yield Span(self.rank, "send", action, float(self.send_start_s[i]), float(self.send_end_s[i]))
                 if self.blocking:
                     free = float(self.send_end_s[i])
+
+
+MEMORY_PARTS = ("parameters", "optimizer", "gradients", "inputs", "activations", "workspace", "buffers")
+MODEL_PARTS = ("parameters", "optimizer", "gradients")
+"""Those that do not depend on the data; the rest is activation memory."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryCurve:
+    """One rank's bytes over time: from `times[i]` on, part p holds `parts[p][i]` bytes."""
+
+    times: Array
+    parts: Mapping[str, Array]
+
+    @property
+    def total(self) -> Array:
+        """Bytes of all parts."""
+        total: Array = np.sum(list(self.parts.values()), axis=0)
+        return total
+
+    @property
+    def peak_index(self) -> int:
+        """Where the total is largest, for the first time."""
+        return int(np.argmax(self.total))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest total."""
+        return int(np.ceil(self.total[self.peak_index]))
+
+    @property
+    def activation_bytes(self) -> int:
+        """The peak less parameters, gradients and optimizer state."""
+        return int(
+            np.ceil(sum(values[self.peak_index] for part, values in self.parts.items() if part not in MODEL_PARTS))
+        )
+
+    def at_peak(self) -> dict[str, float]:
+        """What the peak is made of."""
+        return {part: float(values[self.peak_index]) for part, values in self.parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

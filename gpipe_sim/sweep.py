@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from gpipe_sim.files import Document, FieldPath, InputError, Problem, dotted, parse_yaml, read_yaml
+from gpipe_sim.catalog import LINKS, Link
+from gpipe_sim.files import Document, FieldPath, InputError, Problem, dotted, parse_yaml, read_yaml, shown
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.validate import validate
 
@@ -60,10 +61,14 @@ def parse_scenario(document: Document, *overrides: str) -> Sweep:
     """The points of an already read document. Relative paths in it are relative to its file."""
     if not isinstance(document.data, dict):
         raise InputError([document.problem((), "expected a mapping with name, model, batch, cluster and plan")])
+    problems = list(document.problems)
     document = Document(document.file, deepcopy(document.data), dict(document.places))
     for override in overrides:
-        _override(document, override)
-    swept, problems = [], []
+        try:
+            _override(document, override)
+        except InputError as error:
+            problems += error.problems
+    swept = []
     for path, values in list(_swept_fields(document.data)):
         if values:
             swept.append((path, values))
@@ -97,15 +102,18 @@ def _override(document: Document, override: str) -> None:
     path = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
     node = document.data
     for depth, part in enumerate(path[:-1]):
-        if isinstance(node, dict) and part not in node:
-            node[part] = {}
+        if isinstance(node, dict) and (part not in node or _is_link(node[part])):
+            # A new section, or a link by its name, of which one figure is to be replaced.
+            node[part] = _written_out(LINKS[node[part]]) if part in node else {}
             document.places[path[: depth + 1]] = where
         try:
             node = node[part]
         except (TypeError, IndexError):
-            node = None
+            raise InputError(
+                [Problem(where, dotted(path[: depth + 1]), "there is no such entry in the list")]
+            ) from None
         if not isinstance(node, dict | list):
-            raise InputError([Problem(where, dotted(path[: depth + 1]), "has no keys of its own to set")])
+            raise InputError([Problem(where, dotted(path[: depth + 1]), f"is {shown(node)}, which has no keys to set")])
     try:
         node[path[-1]] = parse_yaml(text, where + " ").data
     except (TypeError, IndexError):
@@ -113,6 +121,14 @@ def _override(document: Document, override: str) -> None:
     for old in [known for known in document.places if known[: len(path)] == path]:
         del document.places[old]
     document.places[path] = where
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, str) and value in LINKS
+
+
+def _written_out(link: Link) -> dict[str, str]:
+    return {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency!r} s"}
 
 
 def _swept_fields(data: Mapping[str, Any]) -> Iterator[tuple[FieldPath, list[Any]]]:

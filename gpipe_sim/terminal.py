@@ -6,7 +6,7 @@ Everything is also readable without colour, because output is piped and pasted.
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
@@ -15,51 +15,67 @@ from rich.text import Text
 
 from gpipe_sim.explain import LABELS
 from gpipe_sim.palette import BREAKDOWN, CRITICAL, KIND_NAMES, KINDS, MEMORY
+from gpipe_sim.plan import Plan
 from gpipe_sim.predict import Prediction
 from gpipe_sim.step import RankTimeline, Step
 from gpipe_sim.units import format_bytes, format_seconds
 
 _PLAN_FIELDS = ("stages", "microbatches", "checkpoint", "schedule", "recompute", "backward", "balance")
 _SHORT = {"stages": "K", "microbatches": "M"}
-_LONGEST_BALANCE = 12
 _MOST_LINES = 32
 """Of a chart with a line per rank; more ranks than that are thinned out evenly."""
 
 
-def results_table(name: str, predictions: Sequence[Prediction]) -> Table:
-    """A row per plan: what differs between them, then times, bubble beside its closed form, and memory."""
+def results_table(name: str, predictions: Sequence[Prediction], width: int) -> Table:
+    """A row per plan: what differs between them, then times, bubble beside its closed form, and memory.
+
+    Where it would be too wide, whole columns go, the least needed first; a number is never cut.
+    """
+    columns = _columns(predictions)
+    while len(columns) > 1 and sum(column.width + 3 for column in columns) + 1 > width:
+        columns.remove(max(columns, key=lambda column: column.rank))
+    table = Table(title=Text(name, "italic"), title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column.header, justify="right", no_wrap=True)
+    for row, prediction in enumerate(predictions):
+        table.add_row(*(column.cells[row] for column in columns), style="" if prediction.fits else CRITICAL)
+    return table
+
+
+class _Column(NamedTuple):
+    header: str
+    rank: int
+    """The higher, the sooner it may go."""
+    cells: list[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [self.header, *self.cells]))
+
+
+def _columns(predictions: Sequence[Prediction]) -> list[_Column]:
     rows = [prediction.to_dict() for prediction in predictions]
     fields = [f for f in _PLAN_FIELDS if f in _SHORT or len({str(row[f]) for row in rows}) > 1]
-    if max(row["stages"] for row in rows) > _LONGEST_BALANCE and "balance" in fields:
-        fields.remove("balance")
     swept = [path for path in rows[0]["set"] if path.removeprefix("plan.") not in fields]
-    has_jitter = "step_time_p95_s" in rows[0]
-    table = Table(title=name, title_justify="left", header_style="bold")
-    for header in [*swept, *(_SHORT.get(field, field) for field in fields)]:
-        table.add_column(header.removeprefix("plan.").removeprefix("cluster."), justify="right")
-    for header in (
-        "step",
-        *(("p50", "p95") if has_jitter else ()),
-        "samples/s",
-        "bubble",
-        "(K-1)/(M+K-1)",
-        "peak memory",
-    ):
-        table.add_column(header, justify="right")
-    table.add_column("fits")
-    for prediction, row in zip(predictions, rows, strict=True):
-        times = [row["step_time_s"], *((row["step_time_p50_s"], row["step_time_p95_s"]) if has_jitter else ())]
-        table.add_row(
-            *(_cell(row["set"][path]) for path in swept),
-            *(_cell(row[field]) for field in fields),
-            *map(format_seconds, times),
-            f"{row['throughput_samples_s']:.4g}",
-            f"{row['bubble_fraction']:.2%}",
-            f"{row['bubble_ideal']:.2%}",
-            format_bytes(max(row["peak_memory_bytes"])),
-            "yes" if prediction.fits else Text("no", CRITICAL),
-        )
-    return table
+    columns = [
+        _Column(path.removeprefix("plan.").removeprefix("cluster."), 1, [_cell(row["set"][path]) for row in rows])
+        for path in swept
+    ]
+    for field in fields:
+        rank = 0 if field in _SHORT else 1 if f"plan.{field}" in rows[0]["set"] else 6
+        columns.append(_Column(_SHORT.get(field, field), rank, [_cell(row[field]) for row in rows]))
+    columns.append(_Column("step", 0, [format_seconds(row["step_time_s"]) for row in rows]))
+    if "step_time_p95_s" in rows[0]:
+        columns.append(_Column("p50", 5, [format_seconds(row["step_time_p50_s"]) for row in rows]))
+        columns.append(_Column("p95", 2, [format_seconds(row["step_time_p95_s"]) for row in rows]))
+    columns += [
+        _Column("samples/s", 4, [f"{row['throughput_samples_s']:.4g}" for row in rows]),
+        _Column("bubble", 2, [f"{row['bubble_fraction']:.2%}" for row in rows]),
+        _Column("(K-1)/(M+K-1)", 3, [f"{row['bubble_ideal']:.2%}" for row in rows]),
+        _Column("peak memory", 1, [format_bytes(max(row["peak_memory_bytes"])) for row in rows]),
+        _Column("fits", 0, ["yes" if row["fits"] else "no" for row in rows]),
+    ]
+    return columns
 
 
 def _cell(value: Any) -> str:
@@ -69,6 +85,7 @@ def _cell(value: Any) -> str:
 def plan_details(prediction: Prediction, width: int) -> RenderableType:
     """Everything about one plan."""
     return Group(
+        Text(describe(prediction.plan)),
         Text(),
         gantt(prediction.step, width),
         Text(),
@@ -77,6 +94,22 @@ def plan_details(prediction: Prediction, width: int) -> RenderableType:
         waterfall(prediction.breakdown_s, width),
         Text(),
         Text(prediction.verdict, "bold"),
+    )
+
+
+def describe(plan: Plan) -> str:
+    """What was planned: ``4 stages of 13 12 13 13 layers, ...``"""
+    larger, smaller = plan.sizes[0], plan.sizes[-1]
+    samples = f"{smaller}" if larger == smaller else f"{larger} or {smaller}"
+    modes = plan.checkpoint if len(set(plan.checkpoint)) > 1 else plan.checkpoint[:1]
+    recompute = "" if set(plan.checkpoint) == {"never"} else f" ({plan.recompute})"
+    backward = f", backward {plan.backward}" if plan.schedule == "gpipe" else ""
+    balance = _cell(list(plan.balance)) if len(plan.balance) <= _MOST_LINES else f"{min(plan.balance)} or more"
+    layers = f"{plan.num_stages} stage{'s' * (plan.num_stages > 1)} of {balance} layers"
+    placement = "" if plan.placement == plan.ranks else f" on ranks {_cell(list(plan.placement))}"
+    return (
+        f"{layers}{placement}; batch {plan.scenario.batch} in {plan.num_microbatches} micro-batches of {samples}; "
+        f"{plan.schedule}{backward}; checkpoint {_cell(list(modes))}{recompute}"
     )
 
 
@@ -139,7 +172,8 @@ def memory_bars(prediction: Prediction, width: int) -> Text:
     scale = max(limit, *prediction.peak_memory_bytes)
     cells = max(20, min(60, width - 50))
     chart = Text()
-    for timeline, curve in _some(list(zip(prediction.step.ranks, prediction.step.memory, strict=True))):
+    ranks = zip(prediction.step.ranks, prediction.step.memory, prediction.peak_memory_bytes, strict=True)
+    for timeline, curve, peak in _some(list(ranks)):
         chart.append(f"stage {timeline.stage}".ljust(10))
         used = 0.0
         drawn = 0
@@ -152,9 +186,9 @@ def memory_bars(prediction: Prediction, width: int) -> Text:
         edge = min(round(limit / scale * cells), cells) - drawn - 1
         if 0 <= edge < len(rest):
             rest[edge] = "|"
-        over = curve.peak_bytes > limit
+        over = peak > limit
         chart.append("".join(rest))
-        text = f" {format_bytes(curve.peak_bytes)} of {format_bytes(limit)}" + (" does not fit" if over else "")
+        text = f" {format_bytes(peak)} of {format_bytes(limit)}" + (" does not fit" if over else "")
         chart.append(text + "\n", CRITICAL if over else "")
     present = {part for curve in prediction.step.memory for part, amount in curve.at_peak().items() if amount}
     chart.append(" " * 10 + "  ".join(f"{part[0]} {part}" for part in MEMORY if part in present))
@@ -178,9 +212,15 @@ def waterfall(breakdown_s: dict[str, float], width: int) -> Text:
     return chart
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the command line decide what it means that nobody reads on."""
+        raise BrokenPipeError
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console that does not cut tables short when its output goes to a file or a pipe."""
-    console = Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 140
     return console

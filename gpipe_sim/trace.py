@@ -9,18 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpipe_sim.palette import KIND_NAMES
-from gpipe_sim.plan import Plan
-from gpipe_sim.schedule import Action
+from gpipe_sim.schedule import sender_of
 from gpipe_sim.step import RankTimeline, Step
 
 _COMPUTE, _RECEIVE, _SEND = 0, 1, 2
 _MICROSECONDS = 1e6
 
 
-def to_trace(plan: Plan, step: Step) -> str:
+def to_trace(step: Step) -> str:
     """The trace file's text."""
     events = [event for timeline in step.ranks for event in _rank_events(timeline)]
-    events += _arrows(plan, step)
+    events += _arrows(step)
     for timeline, curve in zip(step.ranks, step.memory, strict=True):
         for index, time in enumerate(curve.times):
             parts = {part: values[index] for part, values in curve.parts.items()}
@@ -59,16 +58,15 @@ def _rank_events(timeline: RankTimeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _arrows(plan: Plan, step: Step) -> Iterator[dict[str, Any]]:
+def _arrows(step: Step) -> Iterator[dict[str, Any]]:
     """From the end of the action that sent a message to the start of the one that took it."""
     place = {action: (timeline, row) for timeline in step.ranks for row, action in enumerate(timeline.actions)}
     arrows = 0
     for timeline in step.ranks:
-        for row, (kind, stage, microbatch) in enumerate(timeline.actions):
+        for row, action in enumerate(timeline.actions):
             if not timeline.arrived_s[row] >= 0:
                 continue
-            sender = Action("F", stage - 1, microbatch) if kind == "F" else Action("B", stage + 1, microbatch)
-            source, sent = place[sender]
+            source, sent = place[sender_of(action)]
             arrows += 1
             common = {"cat": "message", "name": "message", "id": arrows, "tid": _COMPUTE}
             yield common | {"ph": "s", "pid": source.rank, "ts": float(source.end_s[sent]) * _MICROSECONDS}

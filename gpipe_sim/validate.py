@@ -7,7 +7,17 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from gpipe_sim.files import Document, FieldPath, InputError, Problem, Strict, did_you_mean, dotted, problems_of, shown
-from gpipe_sim.scenario import MODELS, Cluster, General, Model, PlanSpec, PythonModel, Scenario, Transformer
+from gpipe_sim.scenario import (
+    MODELS,
+    Cluster,
+    General,
+    Model,
+    PlanSpec,
+    ProfileModel,
+    PythonModel,
+    Scenario,
+    Transformer,
+)
 from gpipe_sim.units import format_bytes
 
 
@@ -37,17 +47,20 @@ def validate(document: Document, swept: Mapping[str, Any]) -> Scenario:
     plan = _section(PlanSpec, data["plan"], ("plan",), document, problems)
 
     reported = {problem.field for problem in problems}
-    for path, text in contradictions(general, model, cluster, plan):
+    sound_cluster = None if any(field.startswith("cluster.") for field in reported) else cluster
+    own = list(_cluster_contradictions(cluster)) if cluster else []
+    for path, text in [*own, *contradictions(general, model, sound_cluster, plan)]:
         if dotted(path) not in reported:
             problems.append(document.problem(path, text))
     if problems or general is None or model is None or cluster is None or plan is None:
         raise InputError(problems)
+    profile = model.path if isinstance(model, ProfileModel) else general.profile
     return Scenario(
         name=general.name,
         batch=general.batch,
         dtype=general.dtype,
         optimizer=general.optimizer,
-        profile=Path(document.file).parent / general.profile if general.profile else None,
+        profile=Path(document.file).parent / profile if profile else None,
         model=model,
         cluster=cluster,
         plan=plan,
@@ -83,8 +96,8 @@ def contradictions(
         yield ("model", "heads"), f"found {model.heads}, expected a divisor of hidden {model.hidden}"
     if isinstance(model, PythonModel) and general and general.profile is None:
         yield ("profile",), "is missing: a python model has no analytic costs, so it needs a measured profile"
-    if cluster:
-        yield from _cluster_contradictions(cluster)
+    if isinstance(model, ProfileModel) and general and general.profile is not None:
+        yield ("profile",), "is given beside model.path, expected one profile"
     if general and cluster and isinstance(model, Transformer) and general.profile is None:
         device = cluster.device
         if not device.compute:
@@ -139,6 +152,11 @@ def _plan_contradictions(
     if num_layers and num_layers < K:
         yield ("plan", "stages"), f"found {K}, expected at most {num_layers}: the model has {num_layers} layers"
     devices = cluster.num_devices if cluster else None
+    if cluster and cluster.nodes == 1 and devices is None:  # as many devices as stages
+        for name, keys, limit in (("slowdown", cluster.slowdown, K), ("links", cluster.links, K - 1)):
+            for key in [key for key in keys if key >= limit]:
+                expected = f"0 to {limit - 1}" if limit else "none"
+                yield ("cluster", name, key), f"found {key}, expected {expected} with {K} stages, or devices_per_node"
     if devices and devices < K:
         yield ("plan", "stages"), f"found {K}, expected at most {devices}: one device for each stage"
     if plan.balance:

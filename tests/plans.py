@@ -1,8 +1,10 @@
 """Plans to test with: a stage per layer, costs as given, nothing looked up."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from gpipe_sim.files import Document
@@ -91,7 +93,9 @@ def random_plans(draw: st.DrawFn, *, max_stages: int = 5, max_microbatches: int 
         nodes = draw(st.integers(1, 3))
         cluster |= {"nodes": nodes, "devices_per_node": -(-K // nodes), "cores": draw(st.integers(1, 4))}
         cluster |= {"network": {"bandwidth": "1 B/s", "latency": "0.1 s"}}
-    return plan(
+    if draw(st.booleans()):
+        cluster["slowdown"] = {draw(st.integers(0, K - 1)): draw(st.floats(0.5, 3.0))}
+    made = plan(
         layers(each["forward"], each["backward"], output, saved, parameters=8),
         M,
         batch=M * draw(st.integers(1, 3)) + draw(st.integers(0, M - 1)),
@@ -105,3 +109,10 @@ def random_plans(draw: st.DrawFn, *, max_stages: int = 5, max_microbatches: int 
         window=draw(st.sampled_from([1, 2, 3, "all"])),
         placement=draw(st.permutations(range(K))),
     )
+    overheads = {name: draw(st.sampled_from([0.0, 0.2])) for name in ("action_overhead_s", "hop_overhead_s")}
+    optimizer_s = np.array(draw(st.lists(st.floats(0.0, 3.0), min_size=K, max_size=K)))
+    table = made.profile.table | {
+        f"workspace_{name}_bytes": made.profile.table["saved_bytes"] * draw(st.sampled_from([0.0, 0.3, 2.0]))
+        for name in ("no_grad", "forward", "backward")
+    }
+    return replace(made, profile=replace(made.profile, **overheads, optimizer_s=optimizer_s, table=table))

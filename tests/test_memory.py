@@ -1,16 +1,19 @@
 """Memory over time: every byte has a beginning and an end, and the peaks grow as the papers say."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import equal_stages, layers, plan, random_plans, scenario
 
-from gpipe_sim.memory import MODEL_PARTS, stage_bytes
+from gpipe_sim.memory import stage_bytes
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.schedule import gradient_takers
 from gpipe_sim.simulate import simulate
-from gpipe_sim.step import RankTimeline
+from gpipe_sim.step import MODEL_PARTS, RankTimeline
 
 SAVED = 4.0
 """Bytes that a sample leaves on each of `equal_stages`."""
@@ -40,6 +43,56 @@ def test_peak_is_the_sum_of_its_parts_and_activations_are_what_is_not_the_model(
         assert curve.activation_bytes == pytest.approx(curve.peak_bytes - model, abs=1)
 
 
+def replay(plan: Plan, stage: int, size: int) -> dict[str, float]:
+    """The highest points of a stage's passes, by allocating and freeing layer by layer."""
+    costs, weights = plan.profile.at(size), plan.profile.parameter_bytes
+    layers = list(range(len(weights)))[plan.stages[stage]]
+    is_last = stage == plan.num_stages - 1
+    boundary = costs.output_bytes[layers[0] - 1] if stage > 0 else 0.0
+    saved = sum(costs.saved_bytes[layer] for layer in layers)
+
+    held, forward, no_grad, previous = 0.0, 0.0, 0.0, 0.0
+    for layer in layers:
+        held += costs.saved_bytes[layer]
+        forward = max(forward, held + costs.workspace_forward_bytes[layer])
+        no_grad = max(no_grad, previous + costs.workspace_no_grad_bytes[layer] + costs.output_bytes[layer])
+        previous = costs.output_bytes[layer]
+    peaks = {"first": 0.0, "later": 0.0}
+    made = 0.0
+    entering = costs.output_bytes[layers[-1]] if is_last else 0.0
+    for layer in reversed(layers):
+        leaving = boundary if layer == layers[0] else costs.output_bytes[layer - 1]
+        made += weights[layer]  # fp32: a gradient is as large as its weight
+        now = held + entering + leaving + costs.workspace_backward_bytes[layer]
+        peaks["first"] = max(peaks["first"], now + made)
+        peaks["later"] = max(peaks["later"], now + weights[layer])
+        held -= costs.saved_bytes[layer]
+        entering = leaving
+    return {
+        "forward_workspace": max(0.0, forward - saved),
+        "no_grad_workspace": no_grad,
+        "first_backward_workspace": max(0.0, peaks["first"] - saved),
+        "backward_workspace": max(0.0, peaks["later"] - saved),
+        "saved": saved,
+        "input": boundary,
+        "output": 0.0 if is_last else costs.output_bytes[layers[-1]],
+    }
+
+
+@given(random_plans(max_stages=6), st.data())
+def test_highest_points_of_a_stage_equal_a_replay_layer_by_layer(plan, data):
+    num_layers = plan.profile.num_layers
+    K = data.draw(st.integers(1, num_layers))
+    cuts = sorted(data.draw(st.permutations(range(1, num_layers)))[: K - 1])
+    balance = tuple(b - a for a, b in pairwise([0, *cuts, num_layers]))
+    merged = replace(plan, balance=balance, placement=tuple(range(K)), checkpoint=plan.checkpoint[:K])
+    for size in set(merged.sizes):
+        found = stage_bytes(merged, size)
+        for stage in range(K):
+            for name, expected in replay(merged, stage, size).items():
+                assert getattr(found, name)[stage] == pytest.approx(expected, abs=1e-6), name
+
+
 def holdings(plan: Plan, timeline: RankTimeline) -> list[tuple[float, float, float]]:
     """(from, to, bytes) of everything a rank holds beside its model, one by one, straight from the definition."""
     stage, held = timeline.stage, []
@@ -50,8 +103,9 @@ def holdings(plan: Plan, timeline: RankTimeline) -> list[tuple[float, float, flo
         place = sorted(order).index(time)
         return 0.0 if plan.window is None or place < plan.window else sorted(order)[place - plan.window]
 
-    forwards = [float(timeline.start_s[row["F", m]]) for m in range(plan.num_microbatches)]
-    takes = [float(timeline.start_s[row[takers[m], m]]) for m in range(plan.num_microbatches)]
+    taken = timeline.start_s - plan.profile.action_overhead_s
+    forwards = [float(taken[row["F", m]]) for m in range(plan.num_microbatches)]
+    takes = [float(taken[row[takers[m], m]]) for m in range(plan.num_microbatches)]
     first_backward = min(float(timeline.start_s[row["B", m]]) for m in range(plan.num_microbatches))
     for m, size in enumerate(plan.sizes):
         costs = stage_bytes(plan, size)
@@ -129,10 +183,22 @@ def test_gradients_appear_with_the_first_backward_and_go_with_the_update():
     step = simulate(made)
     curve, timeline = step.memory[0], step.ranks[0]
     held = curve.times[curve.parts["gradients"] > 0]
-    first_backward = min(s for s, a in zip(timeline.start_s, timeline.actions, strict=True) if a.kind == "B")
+    first_backward = min(s for s, a in zip(timeline.end_s, timeline.actions, strict=True) if a.kind == "B")
     assert held[0] == first_backward
     assert curve.parts["gradients"].max() == 100
     assert curve.parts["optimizer"][0] == 200  # adam in fp32: two states of four bytes per parameter
+
+
+def test_the_first_stage_holds_the_whole_mini_batch():
+    data = {
+        "model": {"kind": "transformer", "layers": 2, "hidden": 8, "heads": 2, "vocab": 100, "sequence": 16},
+        "batch": 12,
+        "cluster": {"device": "a100-80gb", "link": "nvlink3"},
+        "plan": {"stages": 2, "microbatches": 3},
+    }
+    first, second = simulate(make_plan(scenario(data))).memory
+    assert (first.parts["inputs"] == 12 * 16 * 8).all(), "token numbers of eight bytes"
+    assert second.parts["inputs"][0] == 0
 
 
 def test_posted_receives_are_memory_from_the_moment_they_are_posted():
@@ -170,7 +236,6 @@ def test_workspace_of_a_stage_is_the_highest_point_of_walking_through_its_layers
     assert profile.output_bytes[-1] == logits
     # The head's forward without gradients: its input, its logits and as much again for the loss.
     assert costs.no_grad_workspace[0] == profile.output_bytes[-2] + logits + profile.workspace_no_grad_bytes[-1]
-    # Its backward begins with everything saved: gradients of logits and input, and the workspace.
-    assert costs.first_backward_workspace[0] == logits + profile.output_bytes[-2] + profile.workspace_backward_bytes[-1]
-    # Adding to an existing gradient takes room for the head's 8000 weights once more.
-    assert costs.backward_workspace[0] == costs.first_backward_workspace[0] + 8000 * 4
+    # Its backward begins with everything saved: gradients of logits, input and 8000 weights, and the workspace.
+    head = logits + profile.output_bytes[-2] + profile.workspace_backward_bytes[-1] + 8000 * 4
+    assert costs.backward_workspace[0] == head

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpipe_sim.partition import partition
@@ -27,10 +27,13 @@ def cases(draw):
     num_stages = draw(st.integers(1, num_layers))
     cost = st.one_of(st.integers(0, 4).map(float), st.floats(0, 10))
     row = np.array(draw(st.lists(cost, min_size=num_layers, max_size=num_layers)))
-    speeds = draw(st.lists(st.sampled_from([1.0, 1.0, 1.25, 2.0]), min_size=num_stages, max_size=num_stages))
+    speeds = draw(st.lists(st.sampled_from([1.0, 1.0, 1.25, 2.0, 5.0]), min_size=num_stages, max_size=num_stages))
     return np.outer(speeds, row)
 
 
+# A dear layer must be left to a later, faster stage, although an earlier one could end before it.
+@example(np.outer([1.0, 2.0, 1.5], [0.0, 4.0, 5.0, 0.0]))
+@settings(max_examples=500)
 @given(cases())
 def test_largest_stage_is_the_smallest_possible_and_ties_go_to_the_most_even(costs):
     num_stages, num_layers = costs.shape

@@ -84,8 +84,8 @@ def test_costs_beyond_known_sizes_continue_the_nearest_line():
     assert profile.at(16).backward_s == pytest.approx([62])
 
 
-def test_costs_continued_downwards_stop_at_zero():
-    assert profile_of([4, 8], [[1, 9]]).at(1).forward_s.tolist() == [0]
+def test_costs_continued_downwards_are_at_least_in_proportion():
+    assert profile_of([4, 8], [[1, 9]]).at(1).forward_s.tolist() == [0.25]
 
 
 def test_a_single_known_size_makes_costs_proportional():
@@ -151,7 +151,10 @@ def test_a_layer_without_arithmetic_runs_at_the_memorys_bandwidth():
 
 def test_a_transformers_backward_takes_two_forwards():
     costs = build_profile(scenario_of(TRANSFORMER), [8]).at(8)
-    assert costs.backward_s == pytest.approx(2 * costs.forward_s)
+    assert costs.backward_s[1:] == pytest.approx(2 * costs.forward_s[1:])
+    assert costs.backward_s[0] > 2 * costs.forward_s[0], (
+        "a lookup reads a few rows, its gradient is as large as the table"
+    )
 
 
 def test_a_faster_device_is_faster_at_every_layer():

@@ -37,11 +37,17 @@ def test_the_simulator_depends_on_no_other_package_but_in_its_command(path):
     assert others == set() if path.stem != "cli" else others <= {"gpipe_exec", "dashboard"}
 
 
-def test_every_file_is_in_the_map_of_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    for path in sorted((ROOT / "gpipe_sim").glob("*.py")):
-        if path.stem != "__init__":
-            assert f"`{path.name}`" in readme, path
+def test_the_map_in_the_readme_is_complete_and_no_file_imports_a_later_one():
+    table = re.findall(r"^\| `(\w+)\.py` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    files = {path.stem for path in (ROOT / "gpipe_sim").glob("*.py")} - {"__init__"}
+    assert set(table) == files
+    for position, name in enumerate(table[:-1]):  # the last is the command, which knows everything
+        found = {
+            module.split(".")[1]
+            for module in imports(ROOT / "gpipe_sim" / f"{name}.py")
+            if module.startswith("gpipe_sim.")
+        }
+        assert found & files <= set(table[:position]), name
 
 
 def test_no_file_names_an_absolute_path_or_a_registry():

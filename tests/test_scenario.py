@@ -711,7 +711,7 @@ def test_an_override_is_a_path_and_a_value(override):
     [
         ("plan.stage=2", "plan.stage", "did you mean 'stages'?"),
         ("pln.stages=2", "pln", "did you mean 'plan'?"),
-        ("batch.size=2", "batch", "no keys of its own"),
+        ("batch.size=2", "batch", "no keys to set"),
         ("plan.stages.9=2", "plan.stages.9", "no such entry"),
         ("plan.stages.first=2", "plan.stages.first", "no such entry"),
         ("plan.stages=many", "plan.stages", "expected a whole number"),
@@ -850,3 +850,27 @@ def test_an_override_may_have_spaces_and_does_not_change_the_document():
 def test_a_bandwidth_where_a_link_belongs_is_told_how_to_write_it():
     told = problem(changed("link: {bandwidth: 300 GB/s, latency: 5 us}", "link: 300 GB/s"))
     assert "expected {bandwidth: 300 GB/s, latency: 10 us}" in told.message
+
+
+def test_a_key_given_twice_does_not_hide_other_mistakes():
+    text = changed("  checkpoint: always", "  stages: 3").replace("batch: 256", "batch: many")
+    assert {found.field for found in problems(text)} == {"batch", "plan.stages"}
+
+
+def test_the_mistakes_of_all_overrides_are_told_at_once():
+    assert len(problems(EXAMPLE, "plan", "plan.stages.x=3", "batch=no")) == 3
+
+
+def test_one_figure_of_a_named_link_can_be_set_and_swept():
+    text = changed("link: {bandwidth: 300 GB/s, latency: 5 us}", "link: nvlink3")
+    overrides = ("cluster.link.bandwidth=[25 GB/s, 10 GB/s]", "plan.stages=2", "plan.microbatches=8")
+    links = [scenario.cluster.link for scenario in parse_scenario(parse_yaml(text, "s.yaml"), *overrides)]
+    assert [link.bandwidth for link in links] == [25e9, 10e9]
+    assert {link.latency for link in links} == {5e-6}
+
+
+def test_an_edge_or_rank_that_no_stage_has_is_told():
+    text = without("devices_per_node:")
+    found = problems(text, "plan.stages=3", "plan.microbatches=8")
+    assert {problem.field for problem in found} == {"cluster.links.2", "cluster.slowdown.3"}
+    assert "expected 0 to 1 with 3 stages" in found[0].message

@@ -10,7 +10,7 @@ from plans import equal_stages, layers, plan, random_plans, seconds
 
 from gpipe_sim.metrics import bubble_fraction, bubble_ideal, pipeline_time_s, step_time_s
 from gpipe_sim.plan import Plan
-from gpipe_sim.schedule import Action, gradient_takers, rank_actions
+from gpipe_sim.schedule import Action, gradient_takers, rank_actions, sender_of
 from gpipe_sim.simulate import DeadlockError, simulate
 
 EXACT = 1e-9
@@ -103,6 +103,66 @@ def test_gpipe_equals_closed_form_with_early_recompute_where_recomputation_hides
 # --- causality -----------------------------------------------------------------------------------------------------
 
 
+def enabling_times(plan: Plan) -> dict[Action, float]:
+    """When each action ends, as the least solution of the model's equations, found by iterating them from zero.
+
+    An independent statement of the model: an action is taken when its rank is free and its message there; a message
+    starts when it is sent, its link free and its receive posted; a blocking rank is free when its message is there.
+    """
+    K, M = plan.num_stages, plan.num_microbatches
+    lists = {actions[0].stage: actions for actions in rank_actions(plan)}
+    overhead, hop = plan.profile.action_overhead_s, plan.profile.hop_overhead_s
+    seconds = {"F": plan.forward_s, "R": plan.forward_s, "B": plan.backward_s}
+    takes: dict[tuple[str, int], list[Action]] = {}
+    for k in range(K):
+        takes["F", k] = [a for a in lists[k] if a.kind == "F"]
+        takes["B", k] = [a for a in lists[k] if a.kind in "RB" and gradient_takers(plan, k)[a.microbatch] == a.kind]
+    taken: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    arrival: dict[Action, float] = {}
+    for _ in range(4 * K * M + 10):
+        before = dict(end), dict(arrival)
+        for k in range(K):
+            free = 0.0
+            for action in lists[k]:
+                kind, _, m = action
+                needs = sender_of(action)
+                ready = (
+                    arrival.get(needs, 0.0)
+                    if 0 <= needs.stage < K and action in takes["F" if kind == "F" else "B", k]
+                    else 0.0
+                )
+                taken[action] = max(free, ready)
+                work = plan.update_s[k] if kind == "U" else seconds[kind][k, m]
+                end[action] = free = taken[action] + overhead + work
+                if not plan.scenario.cluster.overlap:
+                    free = max(free, arrival.get(action, 0.0))
+            for kind, there, edge in (("F", k + 1, k), ("B", k - 1, k - 1)):
+                if not 0 <= there < K:
+                    continue
+                link, order = plan.link(edge), [a.microbatch for a in takes[kind, there]]
+                link_free = 0.0
+                for action in [a for a in lists[k] if a.kind == kind]:
+                    place = order.index(action.microbatch)
+                    posted = 0.0
+                    if plan.window is not None and place >= plan.window:
+                        posted = taken.get(takes[kind, there][place - plan.window], 0.0)
+                    start = max(end[action], link_free, posted)
+                    link_free = start + plan.message_bytes[edge, action.microbatch] / link.bandwidth
+                    arrival[action] = link_free + link.latency + hop
+        if before == (end, arrival):
+            return end
+    raise AssertionError("the equations have no solution")
+
+
+@given(random_plans())
+def test_every_action_ends_when_the_equations_of_the_model_say(plan):
+    expected = enabling_times(plan)
+    for timeline in simulate(plan, memory=False).ranks:
+        for row, action in enumerate(timeline.actions):
+            assert timeline.end_s[row] == pytest.approx(expected[action], rel=EXACT)
+
+
 def check_causality(plan: Plan) -> None:
     step = simulate(plan, memory=False)
     end = {action: t.end_s[row] for t in step.ranks for row, action in enumerate(t.actions)}
@@ -113,15 +173,13 @@ def check_causality(plan: Plan) -> None:
         assert (timeline.end_s >= timeline.start_s).all()
         assert (timeline.start_s[1:] >= timeline.end_s[:-1] - tolerance).all(), "spans of a rank never overlap"
         for row, (kind, _, microbatch) in enumerate(timeline.actions):
-            needs = None
-            if kind == "F" and stage > 0:
-                needs = Action("F", stage - 1, microbatch)
-            if kind in "RB" and stage < plan.num_stages - 1 and takers[microbatch] == kind:
-                needs = Action("B", stage + 1, microbatch)
+            action = timeline.actions[row]
+            takes = kind == "F" or (kind in "RB" and takers[microbatch] == kind)
+            needs = sender_of(action) if takes and 0 <= sender_of(action).stage < plan.num_stages else None
             assert np.isnan(timeline.arrived_s[row]) == (needs is None)
             if needs is not None:
                 link = plan.link(min(stage, needs.stage))
-                transfer = plan.message_bytes()[min(stage, needs.stage), microbatch] / link.bandwidth + link.latency
+                transfer = plan.message_bytes[min(stage, needs.stage), microbatch] / link.bandwidth + link.latency
                 assert timeline.arrived_s[row] >= end[needs] + transfer - tolerance
                 assert timeline.start_s[row] >= timeline.arrived_s[row] - tolerance
 
@@ -139,14 +197,16 @@ def test_the_same_holds_where_nics_and_cores_are_shared(plan):
 @given(random_plans(shared=True))
 def test_the_step_takes_at_least_each_rank_its_own_work_and_no_longer_than_everything_in_turn(plan):
     step = simulate(plan, memory=False)
-    work = plan.forward_s() * (1 + np.array([plan.recomputed(k) for k in range(plan.num_stages)])) + plan.backward_s()
-    assert step_time_s(step) >= work.sum(axis=1).max() * (1 - EXACT)
+    work = plan.busy_s
+    assert step_time_s(step) >= work.max() * (1 - EXACT)
     if not plan.shared_nics and not plan.crowded_nodes:
+        hop = plan.profile.hop_overhead_s
         way = [
-            float((plan.message_bytes()[k] / plan.link(k).bandwidth + plan.link(k).latency).sum())
+            float((plan.message_bytes[k] / plan.link(k).bandwidth + plan.link(k).latency + hop).sum())
             for k in range(plan.num_stages - 1)
         ]
-        assert step_time_s(step) <= (work.sum() + 2 * sum(way)) * (1 + EXACT)
+        overhead = plan.profile.action_overhead_s * sum(map(len, rank_actions(plan)))
+        assert step_time_s(step) <= (work.sum() + overhead + plan.update_s.sum() + 2 * sum(way)) * (1 + EXACT)
 
 
 # --- monotonicity --------------------------------------------------------------------------------------------------
@@ -167,6 +227,15 @@ def test_a_faster_stage_or_link_never_makes_a_step_slower_when_nothing_is_shared
     faster[column][stage] *= data.draw(st.floats(0.1, 1.0))
     profile = replace(plan.profile, table=faster)
     assert time_of(replace(plan, profile=profile)) <= before * (1 + EXACT)
+
+
+@given(random_plans(), st.floats(1.0, 10.0), st.sampled_from(["bandwidth", "latency"]))
+def test_a_faster_network_never_makes_a_step_slower_when_nothing_is_shared(plan, factor, figure):
+    link = plan.scenario.cluster.link
+    better = {"bandwidth": link.bandwidth * factor} if figure == "bandwidth" else {"latency": link.latency / factor}
+    cluster = plan.scenario.cluster.model_copy(update={"link": replace(link, **better)})
+    faster = replace(plan, scenario=replace(plan.scenario, cluster=cluster))
+    assert time_of(faster) <= time_of(plan) * (1 + EXACT)
 
 
 @given(random_plans())
@@ -275,6 +344,19 @@ def test_ranks_on_fewer_cores_share_them_fairly():
     assert crowded == pytest.approx(8.0)
 
 
+def test_a_free_network_is_not_shared_and_does_not_hang():
+    model = layers([1.0] * 4, [1.0] * 4, [8.0] * 4)
+    cluster = {"nodes": 2, "devices_per_node": 2, "network": {"bandwidth": "inf GB/s", "latency": "0 s"}}
+    assert time_of(plan(model, 2, cluster=cluster, placement=[0, 2, 1, 3])) == pytest.approx(2 * 5)
+
+
+def test_a_straggler_updates_its_parameters_more_slowly_too():
+    made = equal_stages(2, 2, cluster={"devices_per_node": 2, "slowdown": {0: 3.0}})
+    slow = replace(made, profile=replace(made.profile, optimizer_s=np.array([1.0, 1.0])))
+    updates = [timeline.end_s[-1] - timeline.start_s[-1] for timeline in simulate(slow).ranks]
+    assert updates == pytest.approx([3.0, 1.0])
+
+
 def test_enough_cores_change_nothing():
     model = layers([1.0, 2.0], [1.0, 3.0])
     assert time_of(plan(model, 3, cluster={"devices_per_node": 2, "cores": 2})) == time_of(plan(model, 3))
@@ -312,6 +394,16 @@ def test_jitter_is_keyed_by_action_so_that_plans_share_their_luck():
         assert few[action] == pytest.approx(fewer_stages[action], rel=EXACT)
 
 
+def test_jitter_differs_between_kinds_stages_and_seeds():
+    made = jittery(4)
+    found = durations(made, 0)
+    forwards = [found[Action("F", stage, 0)] for stage in range(3)]
+    assert len(set(forwards)) == 3
+    assert found[Action("B", 0, 0)] / 2 != pytest.approx(found[Action("F", 0, 0)])
+    other = equal_stages(3, 4, cluster={"jitter": {"cv": 0.2, "samples": 3, "seed": 8}})
+    assert durations(other, 0)[Action("F", 0, 0)] != found[Action("F", 0, 0)]
+
+
 def test_jitter_differs_between_samples_and_repeats_for_the_same_one():
     made = jittery(4)
     assert step_time_s(simulate(made, sample=0)) == step_time_s(simulate(made, sample=0))
@@ -326,6 +418,13 @@ def test_jitter_has_mean_one_and_the_given_coefficient_of_variation():
 
 
 # --- deadlock ------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_with_other_actions_than_the_plan_is_refused():
+    made = equal_stages(2, 2)
+    first, second = rank_actions(made)
+    with pytest.raises(ValueError, match="other actions than the plan"):
+        simulate(made, actions=(first[1:], second))
 
 
 def test_a_schedule_that_cannot_finish_says_who_waits_for_what():
