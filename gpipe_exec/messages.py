@@ -2,7 +2,7 @@
 
     stage k                              stage k+1
     send(m, value) --isend--> ......... --irecv (posted up to `window` ahead)--> take(m) -> value
-                     `- a thread waits for delivery and lets go of the buffers
+                     `- a thread waits for delivery, after which the buffers go
 
 What a value looks like (nesting, shapes, dtypes, which tensors want a gradient) is its `Form`. The sender tells it
 once for each micro-batch size, before the first such message; nobody runs a module on garbage to find out. Gradients
@@ -137,7 +137,7 @@ def _number(microbatch: int, part: int) -> int:
 
 
 class Sender:
-    """The sending end. Buffers are held until delivery, by a thread that waits for it."""
+    """The sending end. Buffers are held until delivery, for which a thread of its own waits."""
 
     def __init__(self, transport: Transport, sizes: Sequence[int], *, tells_form: bool, blocking: bool) -> None:
         self._transport = transport
@@ -149,6 +149,7 @@ class Sender:
         self._idle.set()
         self._lock = threading.Lock()
         self._in_flight = 0
+        self._delivered: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()
         self.error: BaseException | None = None
         self.delivered_s: dict[int, float] = {}
         """Micro-batch -> when its message of the current step was delivered."""
@@ -176,9 +177,14 @@ class Sender:
         if self._blocking:
             self.finish()
 
+    def reap(self) -> None:
+        """Let go of the buffers of delivered messages. The rank's own thread does it, where memory is accounted for."""
+        self._delivered.clear()
+
     def finish(self) -> None:
         """Return when everything sent has been delivered."""
         self._idle.wait()
+        self.reap()
         if self.error is not None:
             raise self.error
 
@@ -192,12 +198,13 @@ class Sender:
             microbatch, held = entry
             del entry
             try:
-                while held:
-                    held[0][0].wait()
-                    del held[0]
+                for work, _ in held:
+                    work.wait()
             except BaseException as error:  # told to the rank at its next finish()
                 self.error = error
             self.delivered_s[microbatch] = time.perf_counter()
+            self._delivered.append(held)
+            del held
             with self._lock:
                 self._in_flight -= 1
                 if self._in_flight == 0:

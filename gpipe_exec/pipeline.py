@@ -11,7 +11,7 @@ let go at once. Losses are weighted by samples, so that gradients and loss are t
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,11 +91,12 @@ class Pipeline:
 
     # --- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, inputs: Value, targets: Any) -> torch.Tensor:
+    def step(self, inputs: Value, targets: Any, update: Callable[[], object] | None = None) -> torch.Tensor:
         """Forward and backward of one mini-batch; every rank gets its mean loss.
 
         The inputs matter on the first rank and the targets on the last; both are split along their first dimension
-        into the plan's micro-batches. Gradients are added to those that are there.
+        into the plan's micro-batches. Gradients are added to those that are there. `update`, if given, is called as
+        soon as this rank's gradients are complete, while other ranks may still be computing theirs.
         """
         plan, stage, record = self.plan, self._stage, self.recorder
         data = self._split(inputs) if self.is_first else [None] * plan.num_microbatches
@@ -105,8 +106,6 @@ class Pipeline:
         self._expect()
         record.begin_step()
         for kind, _, m in self.actions:
-            if kind == "U":
-                continue
             waited_from = time.perf_counter()
             value = self._receive(kind, m, gradients)
             started = record.mark()
@@ -122,6 +121,10 @@ class Pipeline:
             elif kind == "R":
                 stage.recompute(m)
                 ended = record.mark()
+            elif kind == "U":
+                if update is not None:
+                    update()
+                ended = record.mark()
             else:
                 result = stage.backward(m, gradients.pop(m, []))
                 ended = record.mark()
@@ -130,10 +133,12 @@ class Pipeline:
                 del result
             del value
             record.action(waited_from, started, ended)
+            for sender in self._senders:
+                sender.reap()
         for sender in self._senders:
             sender.finish()
         stage.averages.commit()
-        record.end_step([self._delivered(kind, m) for kind, _, m in self.actions if kind != "U"])
+        record.end_step([self._delivered(kind, m) for kind, _, m in self.actions])
         return self._share_loss(losses)
 
     def evaluate(self, inputs: Value, targets: Any) -> torch.Tensor:
@@ -162,7 +167,7 @@ class Pipeline:
         """Wait for what the action needs: activations are returned, a gradient is kept for the backward."""
         if kind == "F" and self._inputs_in:
             return self._inputs_in.take(m)
-        if self._gradients_in and self._takers[m] == kind:
+        if self._gradients_in and kind != "U" and self._takers[m] == kind:
             gradients[m] = self._gradients_in.take(m)
         return None
 

@@ -21,6 +21,7 @@ from gpipe_sim.files import InputError, Problem, write_text
 if TYPE_CHECKING:
     from gpipe_sim.plan import Plan
     from gpipe_sim.predict import Prediction
+    from gpipe_sim.profile import Profile
     from gpipe_sim.scenario import Scenario
     from gpipe_sim.sweep import Sweep
 
@@ -213,27 +214,172 @@ def _print_answers(answers: Sequence[Answer]) -> None:
             console.print(plan_details(found[0], console.width))
 
 
+# --- run ---------------------------------------------------------------------------------------------------------
+
+
+class RunDevice(StrEnum):
+    """Where a plan is executed."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.command()
+def run(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a scenario with a single plan.")],
+    device: Annotated[RunDevice, typer.Option(help="Where to run; auto takes GPUs if there are any.")] = RunDevice.AUTO,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them that are not measured.")] = 3,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds without a finished step after which to give up.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="The run directory to make; runs/<utc>-<name> if left out.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Execute a plan for real with one process per rank, measure it, and compare it with its prediction."""
+    from gpipe_sim.runs import new_run_directory
+
+    plan = _read_plan(plan_file)
+    try:
+        from gpipe_exec.launch import RunError, Settings, check_runnable, execute
+    except ModuleNotFoundError as error:
+        message = f"needs the package {error.name}, expected an installation with gpipe-planner[exec]"
+        raise InputError([Problem("gpipe run", "", message)]) from error
+    where = _run_device(device)
+    check_runnable(plan, where)
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise InputError([Problem("--out", "", f"found {out} with files in it, expected a new or empty folder")])
+    directory = out or new_run_directory(Path("runs"), plan.scenario.name)
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = Settings(device=where, steps=steps, warmup=warmup, timeout=timeout)
+    _say(f"running {plan.num_stages} ranks on {where}, {warmup} + {steps} steps, in {directory}")
+    try:
+        with _progress("steps", warmup + steps, quiet=True) as advance:
+            execute(plan, directory, settings, advance)
+    except RunError as error:
+        print(f"gpipe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    _show_comparison(directory, as_json=as_json)
+
+
+def _read_plan(path: Path) -> "Plan":
+    from gpipe_sim.files import read_yaml
+    from gpipe_sim.plan import make_plan
+    from gpipe_sim.planfile import is_plan, parse_plan
+    from gpipe_sim.sweep import parse_scenario
+
+    document = read_yaml(path)
+    if is_plan(document):
+        return parse_plan(document)
+    sweep = parse_scenario(document)
+    if len(sweep) != 1:
+        raise InputError([Problem(str(path), "", f"has {len(sweep)} plans, expected a single one to run")])
+    return make_plan(sweep[0])
+
+
+def _run_device(device: RunDevice) -> str:
+    if device is not RunDevice.AUTO:
+        return str(device)
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@app.command()
+def compare(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Lay what was measured beside what was predicted, and say where the error comes from."""
+    _show_comparison(run_directory, as_json=as_json)
+
+
+def _show_comparison(directory: Path, *, as_json: bool) -> None:
+    from gpipe_sim.compare import compare_run
+    from gpipe_sim.runs import load_run
+    from gpipe_sim.terminal import comparison_table, make_console
+
+    comparison = compare_run(*load_run(directory))
+    _write(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2), "the comparison")
+    if as_json:
+        print(json.dumps(comparison.to_dict(), indent=2))
+    else:
+        make_console().print(comparison_table(comparison))
+
+
 # --- the rest ------------------------------------------------------------------------------------------------------
 
 
 @app.command()
 def profile(
+    scenario_file: Annotated[
+        Path | None, typer.Argument(metavar="[SCENARIO]", help="A scenario whose model to measure on this machine.")
+    ] = None,
     graph: Annotated[
-        Path, typer.Option("--import", metavar="FILE", help="A layer profile in PipeDream's format (graph.txt).")
-    ],
-    batch: Annotated[int, typer.Option(min=1, help="Samples in the batch that was profiled; the file does not say.")],
+        Path | None,
+        typer.Option("--import", metavar="FILE", help="Instead, read a profile in PipeDream's format (graph.txt)."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="With --import: samples in the profiled batch; the file does not say.")
+    ] = None,
+    device: Annotated[
+        RunDevice, typer.Option(help="Where to measure; auto takes a GPU if there is one.")
+    ] = RunDevice.AUTO,
     out: Annotated[Path, typer.Option(help="The profile file to write.")] = Path("profile.json"),
 ) -> None:
-    """Turn a measured profile from elsewhere into a profile file that scenarios can use."""
-    from gpipe_sim.pipedream import import_pipedream
-    from gpipe_sim.units import format_bytes, format_seconds
+    """Measure what each layer of a model costs on this machine, or import such figures from elsewhere."""
+    if (scenario_file is None) == (graph is None):
+        raise InputError(
+            [Problem("gpipe profile", "", "expected a scenario to measure or --import FILE, one of the two")]
+        )
+    if graph is not None:
+        _import_profile(graph, batch, out)
+    elif scenario_file is not None:
+        _measure(scenario_file, _run_device(device), out)
 
+
+def _import_profile(graph: Path, batch: int | None, out: Path) -> None:
+    from gpipe_sim.pipedream import import_pipedream
+
+    if batch is None:
+        raise InputError([Problem("--batch", "", "is missing: the file does not say how many samples were profiled")])
     imported = import_pipedream(graph, batch)
-    forward, backward = (format_seconds(imported.table[name].sum()) for name in ("forward_s", "backward_s"))
-    parameters = format_bytes(imported.parameter_bytes.sum())
     _write(out, imported.to_json(), "profile, for model: {kind: profile, path: ...}")
-    typer.echo(f"{imported.num_layers} layers, {forward} forward and {backward} backward, {parameters} of parameters")
+    _summarise(imported)
     typer.echo("times of input nodes, which are those of loading data, are left out")
+
+
+def _measure(scenario_file: Path, device: str, out: Path) -> None:
+    from gpipe_exec.layers import WorkloadError
+    from gpipe_exec.profiler import measure_profile, sizes_for
+    from gpipe_sim.sweep import load_scenario
+
+    sweep = load_scenario(scenario_file)
+    sizes = sizes_for(sweep)
+    num_ranks = max(scenario.plan.num_stages or 1 for scenario in sweep)
+    _say(f"measuring on {device} with {num_ranks} ranks, micro-batches of {', '.join(map(str, sizes))}")
+    try:
+        with _progress("profiling", len(sizes), quiet=True) as advance:
+            work = out.with_name(f"{out.name}.work")
+            measured = measure_profile(sweep[0], sizes, num_ranks, device, work, advance)
+    except WorkloadError as error:
+        raise InputError([Problem(str(scenario_file), "model", str(error))]) from error
+    _write(out, measured.to_json(), "profile, for profile: ... in the scenario")
+    _summarise(measured)
+
+
+def _summarise(measured: "Profile") -> None:
+    from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
+
+    size = measured.sizes[-1]
+    forward, backward = (format_seconds(getattr(measured.at(size), name).sum()) for name in ("forward_s", "backward_s"))
+    parameters = format_bytes(measured.parameter_bytes.sum())
+    typer.echo(
+        f"{measured.num_layers} layers, {forward} forward and {backward} backward for {size} samples, "
+        f"{parameters} of parameters"
+    )
+    if measured.link:
+        latency = format_seconds(measured.link.latency)
+        typer.echo(f"link {format_bandwidth(measured.link.bandwidth)}, latency {latency}")
 
 
 @app.command()

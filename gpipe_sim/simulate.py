@@ -14,8 +14,8 @@ fair rates (`fairshare`), which do need events.
 """
 
 from collections import deque
-from collections.abc import Collection, Generator
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,21 @@ class Effects:
 ALL_EFFECTS = Effects()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Measured figures that take the place of the model's: what a step would have taken with them.
+
+    Nothing is shared in a replay: sharing is in the figures already.
+    """
+
+    compute: Mapping[Action, float] = field(default_factory=dict)
+    """Seconds of each action."""
+    transfers: Mapping[Action, float] = field(default_factory=dict)
+    """Sender -> seconds from the end of the action to the delivery of its message."""
+    gaps: Mapping[Action, float] | None = None
+    """Seconds between being ready for each action and its start, instead of the engine's overhead."""
+
+
 class DeadlockError(RuntimeError):
     """The schedule cannot finish; the message names who waits for what."""
 
@@ -57,16 +72,20 @@ def simulate(
     effects: Effects = ALL_EFFECTS,
     sample: int | None = None,
     actions: tuple[tuple[Action, ...], ...] | None = None,
+    replay: Replay | None = None,
     memory: bool = True,
 ) -> Step:
     """Predict one step of the plan.
 
     `sample` draws that sample of the scenario's jitter; without it, compute times are the profile's. `actions` replaces
-    the plan's own schedule, rank by rank, by the same actions in another order.
+    the plan's own schedule, rank by rank, by the same actions in another order. `replay` puts measured figures in the
+    place of modelled ones.
     """
     if actions is not None and list(map(set, actions)) != list(map(set, rank_actions(plan))):
         raise ValueError("the action lists have other actions than the plan, expected its own in another order")
-    simulation = _Simulation(plan, effects, sample, actions or rank_actions(plan))
+    if replay is not None:
+        effects = replace(effects, sharing=False)
+    simulation = _Simulation(plan, effects, sample, actions or rank_actions(plan), replay or Replay())
     timelines = simulation.run()
     return Step(ranks=timelines, memory=memory_curves(plan, timelines) if memory else ())
 
@@ -149,6 +168,24 @@ class _Link:
         return wake
 
 
+class _ReplayedLink(_Link):
+    """One direction of an edge, some of whose messages take the time that they were measured to take."""
+
+    def __init__(
+        self, env: Environment, name: str, sizes: list[float], edge: _Edge, given: Mapping[int, float]
+    ) -> None:
+        super().__init__(env, name, sizes, edge)
+        self.given = given
+
+    def send(self, microbatch: int, now: float) -> None:
+        if microbatch not in self.given:
+            super().send(microbatch, now)
+            return
+        self.start[microbatch] = now
+        self.arrival[microbatch] = now + self.given[microbatch]
+        self.wake(microbatch)
+
+
 class _SharedLink(_Link):
     """One direction of an edge whose messages pass NICs that other traffic passes too."""
 
@@ -176,17 +213,23 @@ class _SharedLink(_Link):
         self.advance(self.env.now)
 
 
-_Instruction = tuple[float, int, _Link | None, _Link | None]
-"""What a rank's process needs of an action: its seconds, micro-batch, link it receives from, link it sends to."""
+_Instruction = tuple[float, float, int, _Link | None, _Link | None]
+"""What a rank's process needs of an action: the engine's overhead before it, its seconds, its micro-batch, the link
+that it receives from and the link that it sends to."""
 
 
 class _Simulation:
     """One plan under one set of effects: builds the links and processes, runs them, collects the timelines."""
 
     def __init__(
-        self, plan: Plan, effects: Effects, sample: int | None, actions: tuple[tuple[Action, ...], ...]
+        self,
+        plan: Plan,
+        effects: Effects,
+        sample: int | None,
+        actions: tuple[tuple[Action, ...], ...],
+        replay: Replay,
     ) -> None:
-        self.plan, self.effects, self.actions = plan, effects, actions
+        self.plan, self.effects, self.actions, self.replay = plan, effects, actions, replay
         self.env = Environment()
         cluster = plan.scenario.cluster
         self.blocking = effects.communication and not cluster.overlap
@@ -211,11 +254,11 @@ class _Simulation:
 
     def _rank(self, position: int) -> Generator[Event, None, None]:
         """A rank: wait for the input, compute, send the result on."""
-        env, timeout, overhead, blocking = self.env, self.env.timeout, self.action_overhead, self.blocking
+        env, timeout, blocking = self.env, self.env.timeout, self.blocking
         starts, ends = self.starts[position], self.ends[position]
         cores = self.cores.get(self._node(position))
         now = env.now
-        for seconds, microbatch, source, target in self.programs[position]:
+        for overhead, seconds, microbatch, source, target in self.programs[position]:
             if source is not None:
                 if source.arrival[microbatch] > now:
                     self.waits[position] = f"waits for {source.name} of micro-batch {microbatch}"
@@ -243,8 +286,9 @@ class _Simulation:
         program: list[_Instruction] = []
         takers = {stage: gradient_takers(self.plan, stage) for stage in {action.stage for action in actions}}
         forward, backward, last = self.forward_links, self.backward_links, self.plan.num_stages - 1
-        seconds = self.seconds
-        for kind, stage, microbatch in actions:
+        measured, gaps, overhead = self.replay.compute, self.replay.gaps, self.action_overhead
+        for action in actions:
+            kind, stage, microbatch = action
             source = target = None
             if kind == "F":
                 source = forward[stage - 1] if stage > 0 else None
@@ -254,7 +298,12 @@ class _Simulation:
                 target = backward[stage - 1] if stage > 0 and kind == "B" else None
             if source is not None:
                 source.expect(microbatch)
-            program.append((seconds[kind][stage][microbatch], microbatch, source, target))
+            seconds = self.seconds[kind][stage][microbatch]
+            if measured:
+                seconds = measured.get(action, seconds)
+            if gaps is not None:
+                overhead = gaps.get(action, self.action_overhead)
+            program.append((overhead, seconds, microbatch, source, target))
         return program
 
     def _node(self, position: int) -> int:
@@ -274,7 +323,7 @@ class _Simulation:
         """Two links per edge, fairly shared where other traffic passes the same NIC."""
         plan, env, effects, sizes = self.plan, self.env, self.effects, self.plan.message_bytes.tolist()
         hop = plan.profile.hop_overhead_s if effects.overhead else 0.0
-        network = plan.scenario.cluster.network
+        network, transfers = plan.scenario.cluster.network, self.replay.transfers
         nics = FairShare(env, dict.fromkeys(plan.shared_nics, network.bandwidth) if network else {})
         forward: list[_Link] = []
         backward: list[_Link] = []
@@ -288,7 +337,11 @@ class _Simulation:
                 (backward, backward_route(route), f"the gradient from stage {stage + 1}"),
             ):
                 shared = plan.shared_nics.intersection(uses)
-                if shared and effects.communication and effects.sharing:
+                sender, kind = (stage, "F") if links is forward else (stage + 1, "B")
+                given = {a.microbatch: t for a, t in transfers.items() if a.stage == sender and a.kind == kind}
+                if given:
+                    links.append(_ReplayedLink(env, name, sizes[stage], edge, given))
+                elif shared and effects.communication and effects.sharing:
                     links.append(_SharedLink(env, name, sizes[stage], edge, nics, shared))
                 else:
                     links.append(_Link(env, name, sizes[stage], edge))
@@ -309,9 +362,9 @@ class _Simulation:
             actions=self.actions[position],
             start_s=np.array(self.starts[position]),
             end_s=np.array(self.ends[position]),
-            arrived_s=np.array([source.arrival[m] if source else nothing for _, m, source, _ in program]),
-            send_start_s=np.array([target.start[m] if target else nothing for _, m, _, target in program]),
-            send_end_s=np.array([target.arrival[m] if target else nothing for _, m, _, target in program]),
+            arrived_s=np.array([source.arrival[m] if source else nothing for _, _, m, source, _ in program]),
+            send_start_s=np.array([target.start[m] if target else nothing for _, _, m, _, target in program]),
+            send_end_s=np.array([target.arrival[m] if target else nothing for _, _, m, _, target in program]),
             blocking=self.blocking,
         )
 

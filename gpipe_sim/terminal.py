@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_sim.compare import Comparison
 from gpipe_sim.explain import LABELS
 from gpipe_sim.palette import BREAKDOWN, CRITICAL, KIND_NAMES, KINDS, MEMORY
 from gpipe_sim.plan import Plan
@@ -210,6 +211,30 @@ def waterfall(breakdown_s: dict[str, float], width: int) -> Text:
         before += seconds
     chart.append(f"{'step':<20}" + " " * cells + f" {format_seconds(total):>9}")
     return chart
+
+
+def comparison_table(comparison: Comparison) -> RenderableType:
+    """Predicted beside measured, the attribution of the error, and the sentence that sums it up."""
+    data = comparison.to_dict()
+    table = Table("", "predicted", "measured", "error", header_style="bold")
+    time, bubble = data["step_time"], data["bubble_fraction"]
+    seconds = (format_seconds(time[name]) for name in ("predicted_s", "measured_s"))
+    table.add_row("step time", *seconds, f"{time['error']:+.1%}")
+    table.add_row(
+        "bubble", f"{bubble['predicted']:.1%}", f"{bubble['measured']:.1%}", f"{100 * bubble['error']:+.1f} points"
+    )
+    memory = data["peak_memory_bytes"]
+    for rank, predicted in enumerate(memory["predicted"] if memory["measured"] else []):
+        measured, error = memory["measured"][rank], memory["error"][rank]
+        table.add_row(f"peak memory, rank {rank}", format_bytes(predicted), format_bytes(measured), f"{error:+.1%}")
+    for rank, (predicted, measured) in enumerate(
+        zip(data["busy_s"]["predicted"], data["busy_s"]["measured"], strict=True)
+    ):
+        error = f"{predicted / measured - 1:+.1%}"
+        table.add_row(f"busy, rank {rank}", format_seconds(predicted), format_seconds(measured), error)
+    shares = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in comparison.attribution_s.items())
+    spread = f"{data['steps']} steps, which vary by {comparison.measured_cv:.1%}"
+    return Group(table, Text(f"{spread}; predicted - measured: {shares}"), Text(), Text(comparison.sentence, "bold"))
 
 
 class _Console(Console):

@@ -20,7 +20,7 @@ def to_trace(step: Step) -> str:
     """The trace file's text."""
     events = [event for timeline in step.ranks for event in _rank_events(timeline)]
     events += _arrows(step)
-    for timeline, curve in zip(step.ranks, step.memory, strict=True):
+    for timeline, curve in zip(step.ranks, step.memory, strict=False):  # a measured step may have no memory
         for index, time in enumerate(curve.times):
             parts = {part: values[index] for part, values in curve.parts.items()}
             counter = {"ph": "C", "name": "memory (bytes)", "pid": timeline.rank, "ts": time * _MICROSECONDS}
@@ -64,7 +64,7 @@ def _arrows(step: Step) -> Iterator[dict[str, Any]]:
     arrows = 0
     for timeline in step.ranks:
         for row, action in enumerate(timeline.actions):
-            if not timeline.arrived_s[row] >= 0:
+            if not timeline.arrived_s[row] >= 0 or sender_of(action) not in place:
                 continue
             source, sent = place[sender_of(action)]
             arrows += 1

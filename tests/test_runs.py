@@ -1,0 +1,230 @@
+"""`gpipe run` with real processes: what it leaves behind, how right the attribution is, and how it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plans import layers, plan
+
+from gpipe_sim.cli import main
+from gpipe_sim.compare import compare_run
+from gpipe_sim.planfile import load_plan, save_plan
+from gpipe_sim.runs import load_run, new_run_directory
+from gpipe_sim.schedule import rank_actions, sender_of
+
+pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
+
+BIN = Path(sys.executable).parent
+WORKERS = Path(__file__).parent / "workers"
+MEASURED_COLUMNS = ("start_s", "end_s", "arrived_s", "send_start_s", "send_end_s")
+
+
+def scenario_file(folder: Path, function: str, *, checkpoint: str = "always") -> Path:
+    """A scenario of one of the test models, with a profile of four equal layers."""
+    plan(layers([1e-4] * 4, [2e-4] * 4, [64.0] * 4, [128.0] * 4, parameters=1088), 4).profile.save(
+        folder / "profile.json"
+    )
+    (folder / "own_models.py").write_text((WORKERS / "own_models.py").read_text())
+    path = folder / "scenario.yaml"
+    path.write_text(
+        f"model: {{kind: python, function: own_models:{function}}}\nprofile: profile.json\nbatch: 8\ndtype: fp32\n"
+        "cluster: {device: cpu, devices_per_node: 2, link: {bandwidth: 1 GB/s, latency: 100 us}}\n"
+        f"plan: {{stages: 2, microbatches: 4, checkpoint: {checkpoint}}}\n"
+    )
+    return path
+
+
+def gpipe(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [BIN / "gpipe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def workers_of(run: Path) -> list[int]:
+    """Processes that still work for this run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(run).encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run that went well."""
+    folder = tmp_path_factory.mktemp("run")
+    done = gpipe(
+        "run", scenario_file(folder, "fine"), "--device", "cpu", "--steps", 5, "--out", folder / "run", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "run" / "stdout.json").write_text(done.stdout)
+    return folder / "run"
+
+
+def test_a_run_leaves_everything_about_itself(finished):
+    names = {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()}
+    for name in ("plan.yaml", "predicted.json", "measured.json", "environment.json", "compare.json"):
+        assert name in names
+    assert {"traces/rank0_trace.json", "traces/rank1_trace.json"} <= names
+    assert not [name for name in names if name.endswith(".part")]
+    assert json.loads((finished / "environment.json").read_text())["torch"]
+
+
+def test_json_of_a_run_has_the_keys_of_the_contract(finished):
+    comparison = json.loads((finished / "stdout.json").read_text())
+    assert set(comparison) == {
+        "step_time",
+        "bubble_fraction",
+        "peak_memory_bytes",
+        "busy_s",
+        "attribution_s",
+        "measured_cv",
+        "steps",
+    }
+    assert set(comparison["step_time"]) == {"predicted_s", "measured_s", "error"}
+    assert set(comparison["attribution_s"]) == {"compute", "communication", "overhead", "unexplained"}
+    assert comparison["steps"] == 5
+    assert len(comparison["peak_memory_bytes"]["measured"]) == 2
+    time = comparison["step_time"]
+    assert time["error"] == pytest.approx((time["predicted_s"] - time["measured_s"]) / time["measured_s"])
+
+
+def test_attribution_sums_exactly_to_predicted_less_measured(finished):
+    comparison = compare_run(*load_run(finished))
+    expected = comparison.prediction.step_time_s - comparison.step_times_s.mean()
+    assert sum(comparison.attribution_s.values()) == pytest.approx(expected, abs=1e-12)
+
+
+def test_no_measured_action_starts_before_its_message_and_none_overlap(finished):
+    plan_, measured = load_run(finished)
+    for step in measured.steps:
+        end = {action: t.end_s[row] for t in step.ranks for row, action in enumerate(t.actions)}
+        for timeline in step.ranks:
+            assert (timeline.start_s[1:] >= timeline.end_s[:-1]).all()
+            for row, action in enumerate(timeline.actions):
+                if not np.isnan(timeline.arrived_s[row]):
+                    assert timeline.start_s[row] >= end[sender_of(action)]
+    assert [t.actions for t in measured.steps[0].ranks] == list(rank_actions(plan_))
+
+
+def test_a_run_can_be_compared_again_and_elsewhere(finished, tmp_path):
+    for name in ("plan.yaml", "measured.json"):
+        (tmp_path / name).write_text((finished / name).read_text())
+    done = gpipe("compare", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step time" in done.stdout
+    assert "The prediction is" in done.stdout
+
+
+def test_a_replay_of_a_measured_step_explains_nearly_all_of_it(finished):
+    """With its own compute, transfers and gaps, the simulator must reproduce a step: it runs the same lists."""
+    comparison = compare_run(*load_run(finished))
+    assert abs(comparison.attribution_s["unexplained"]) < 0.1 * comparison.step_time_s
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_raises_ends_the_run_with_its_traceback(tmp_path):
+    run = tmp_path / "run"
+    done = gpipe("run", scenario_file(tmp_path, "raises"), "--device", "cpu", "--out", run, "--timeout", 20)
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert "ZeroDivisionError: the loss has no bottom" in done.stderr
+    assert "ZeroDivisionError" in (run / "ranks" / "rank1.error").read_text()
+    assert not workers_of(run)
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path):
+    run = tmp_path / "run"
+    done = gpipe("run", scenario_file(tmp_path, "dies"), "--device", "cpu", "--out", run, "--timeout", 20)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" not in done.stderr.split("failed:")[0]
+    assert not workers_of(run)
+
+
+def test_a_worker_that_hangs_is_ended_and_what_was_measured_is_kept(tmp_path):
+    run = tmp_path / "run"
+    scenario = scenario_file(tmp_path, "hangs", checkpoint="never")
+    done = gpipe("run", scenario, "--device", "cpu", "--out", run, "--timeout", 5, "--warmup", 0)
+    assert done.returncode == 1
+    assert "no step finished for 5 s" in done.stderr or "rank 0 failed" in done.stderr
+    assert not workers_of(run)
+    assert len(load_run(run)[1].steps) == 2
+
+
+def test_ctrl_c_ends_every_process(tmp_path):
+    run = tmp_path / "run"
+    scenario = scenario_file(tmp_path, "hangs")
+    command = [BIN / "gpipe", "run", scenario, "--device", "cpu", "--out", run, "--timeout", "60"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while not list(run.glob("ranks/rank*.json")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert not workers_of(run)
+
+
+def refused(capsys, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments])
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_run_is_refused_before_anything_starts(capsys, tmp_path):
+    assert "has 3 layers, but the plan was made for 4" in refused(capsys, "run", scenario_file(tmp_path, "too_short"))
+    assert "there is no module" in refused(capsys, "run", _changed(tmp_path, "own_models:fine", "nowhere:fine"))
+    assert "no attribute 'absent'" in refused(capsys, "run", _changed(tmp_path, "own_models:fine", "own_models:absent"))
+    assert "2 plans, expected a single one" in refused(
+        capsys, "run", _changed(tmp_path, "microbatches: 4", "microbatches: [2, 4]")
+    )
+    only_costs = tmp_path / "costs.yaml"
+    only_costs.write_text(
+        "model: {kind: layers, layers: [{name: a, forward: 1 ms}]}\nbatch: 1\n"
+        "cluster: {device: cpu, link: pcie3}\nplan: {stages: 1, microbatches: 1}\n"
+    )
+    assert "has costs but no arithmetic" in refused(capsys, "run", only_costs)
+
+
+def _changed(folder: Path, old: str, new: str) -> Path:
+    path = scenario_file(folder, "fine")
+    path.write_text(path.read_text().replace(old, new))
+    return path
+
+
+def test_a_directory_without_a_run_is_told_so(capsys, tmp_path):
+    assert "plan.yaml: is missing, expected the directory of a finished run" in refused(capsys, "compare", tmp_path)
+
+
+def test_a_run_does_not_write_into_a_folder_that_has_files(capsys, tmp_path):
+    scenario = scenario_file(tmp_path, "fine")
+    assert "expected a new or empty folder" in refused(capsys, "run", scenario, "--out", tmp_path)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_file_gives_the_same_predictions_again(tmp_path):
+    made = plan(layers([1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [1.0] * 3, [4.0] * 3), 4, stages=2, schedule="1f1b", window=3)
+    save_plan(made, tmp_path / "plan.yaml")
+    loaded = load_plan(tmp_path / "plan.yaml")
+    assert loaded.balance == made.balance
+    assert loaded.window == 3
+    assert (loaded.forward_s == made.forward_s).all()
+    assert rank_actions(loaded) == rank_actions(made)
+
+
+def test_run_directories_of_one_moment_differ_and_stay_in_their_folder(tmp_path):
+    first, second = (new_run_directory(tmp_path, "../evil name") for _ in range(2))
+    assert first != second
+    assert first.parent == second.parent == tmp_path
