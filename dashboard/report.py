@@ -7,8 +7,9 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from dashboard import figures, sweeps
+from dashboard import comparisons, figures, sweeps
 from dashboard.style import CONFIG
+from gpipe_sim.compare import Comparison
 from gpipe_sim.explain import critical_path
 from gpipe_sim.predict import Prediction, fastest, varying
 from gpipe_sim.scenario import Transformer
@@ -40,6 +41,48 @@ def report_page(predictions: Sequence[Prediction], title: str) -> str:
     for (_, name), group in groups.items():
         items = "".join(f"<li>{escape(line)}</li>" for line in _assumptions(group))
         body.add(f"<h3>{escape(name)}</h3><ul>{items}</ul>")
+    return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """One run: what was predicted and what was measured, on one axis, and where the error comes from."""
+    body = _Page()
+    plan, measured = comparison.prediction.plan, comparison.measured
+    body.add(f'<p class="verdict">{escape(comparison.sentence)}</p>')
+    data = comparison.to_dict()
+    time, bubble, memory = data["step_time"], data["bubble_fraction"], data["peak_memory_bytes"]
+    numbers = [
+        ("step time", format_seconds(time["measured_s"]), f"predicted {format_seconds(time['predicted_s'])}"),
+        ("error", f"{time['error']:+.1%}", f"steps vary by {comparison.measured_cv:.1%}"),
+        ("bubble", f"{bubble['measured']:.1%}", f"predicted {bubble['predicted']:.1%}"),
+    ]
+    if memory["measured"]:
+        highest, expected = max(memory["measured"]), max(memory["predicted"])
+        numbers.append(("peak memory", format_bytes(highest), f"predicted {format_bytes(expected)}"))
+    cards = "".join(
+        f'<div class="number"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+        for name, value, note in numbers
+    )
+    body.add(f'<dl class="numbers">{cards}</dl>')
+    predicted, happened = comparisons.timelines(comparison)
+    body.add(body.figure(predicted, "predicted", "Predicted", "A row for each rank, on the same axis as below."))
+    caption = f"The step with the median time, of {data['steps']}."
+    body.add(body.figure(happened, "measured", "Measured", caption))
+    shares = body.figure(
+        comparisons.attribution(comparison),
+        "attribution",
+        "Where the error comes from",
+        "The measured step simulated again with its own figures, one cause after the other; the bars sum to the error.",
+    )
+    rest = body.figure(
+        comparisons.residuals(comparison.prediction.step, measured.steps),
+        "residuals",
+        "Residuals",
+        "Of every action: its measured time, the median over steps, less the predicted one.",
+    )
+    body.add(f'<div class="pair">{shares}{rest}</div>')
+    body.add(f"<p>Executed on {escape(measured.device)} by the {escape(measured.engine)} engine.</p>")
+    title = f"{plan.scenario.name}: predicted and measured"
     return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
 
 

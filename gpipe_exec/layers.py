@@ -81,6 +81,8 @@ def load_workload(name: str, folder: Path) -> Workload:
     except (AttributeError, TypeError) as error:
         message = f"{name}: {error}, expected a function that returns (nn.Sequential, sample, loss)"
         raise WorkloadError(message) from error
+    except Exception as error:  # whatever the user's code raises
+        raise WorkloadError(f"{name}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(folder.resolve()))
     if not isinstance(made.layers, nn.Sequential) or not callable(made.sample) or not callable(made.loss):

@@ -62,10 +62,8 @@ def flatten(value: Value) -> tuple[list[torch.Tensor], Any]:
         if isinstance(node, dict):
             return {key: visit(child) for key, child in node.items()}
         if isinstance(node, tuple | list):
-            return type(node)([visit(child) for child in node])
-        raise TypeError(
-            f"a stage passed on a {type(node).__name__}, expected tensors nested in tuples, lists and dicts"
-        )
+            return _rebuilt(node, [visit(child) for child in node])
+        raise TypeError(f"found a {type(node).__name__}, expected tensors nested in tuples, lists and dicts")
 
     nesting = visit(value)
     return tensors, nesting
@@ -77,7 +75,12 @@ def unflatten(nesting: Any, tensors: Sequence[torch.Tensor]) -> Value:
         return tensors[nesting]
     if isinstance(nesting, dict):
         return {key: unflatten(child, tensors) for key, child in nesting.items()}
-    return type(nesting)([unflatten(child, tensors) for child in nesting])
+    return _rebuilt(nesting, [unflatten(child, tensors) for child in nesting])
+
+
+def _rebuilt(like: Any, children: list[Any]) -> Any:
+    """A sequence of the same type; a named tuple takes its fields one by one."""
+    return type(like)(*children) if hasattr(like, "_fields") else type(like)(children)
 
 
 def form_of(value: Value) -> Form:

@@ -51,7 +51,8 @@ class Pipeline:
             raise ValueError(f"the model has {len(layers)} layers, but the plan was made for {plan.profile.num_layers}")
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != plan.num_stages:
-            raise ValueError(f"{world} processes for a plan of {plan.num_stages} stages, expected one for each stage")
+            found = f"{world} process{'es' * (world > 1)}"
+            raise ValueError(f"{found} for a plan of {plan.num_stages} stages, expected one for each stage")
         self.plan = plan
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.stage_index = plan.placement.index(plan.ranks[self.rank])
@@ -59,10 +60,14 @@ class Pipeline:
         self.recorder = recorder or Recorder(self.device)
         self.actions = stage_actions(plan, self.stage_index)
         self._takers = gradient_takers(plan, self.stage_index)
+        names = [name for name, _ in layers.named_children()] if isinstance(layers, nn.Sequential) else None
+        self._names = names or [str(index) for index in range(len(layers))]
+        _refuse_tied_weights(layers, plan)
+        self._refuse_different_plans()
         mine = range(len(layers))[plan.stages[self.stage_index]]
         self._loss = loss
         self._weights = [size / plan.scenario.batch for size in plan.sizes]
-        self._layers = {str(index): layers[index].to(self.device) for index in mine}
+        self._layers = {self._names[index]: layers[index].to(self.device) for index in mine}
         self.module = nn.Sequential()
         for name, layer in self._layers.items():  # under the names they have in the whole model
             self.module.add_module(name, layer)
@@ -143,8 +148,15 @@ class Pipeline:
 
     def evaluate(self, inputs: Value, targets: Any) -> torch.Tensor:
         """The mean loss of a mini-batch in evaluation mode, without gradients; on every rank."""
-        was_training = self.module.training
+        modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
+        try:
+            return self._evaluate(inputs, targets)
+        finally:
+            for module, was_training in modes.items():
+                module.training = was_training
+
+    def _evaluate(self, inputs: Value, targets: Any) -> torch.Tensor:
         data = self._split(inputs) if self.is_first else [None] * self.plan.num_microbatches
         answers = self._split(targets) if self.is_last else [None] * self.plan.num_microbatches
         losses: list[torch.Tensor] = []
@@ -160,7 +172,6 @@ class Pipeline:
                     losses.append(self._loss(output, answers[m]) * self._weights[m])
         for sender in self._senders:
             sender.finish()
-        self.module.train(was_training)
         return self._share_loss(losses)
 
     def _receive(self, kind: str, m: int, gradients: dict[int, list[torch.Tensor]]) -> Value:
@@ -206,6 +217,15 @@ class Pipeline:
             raise ValueError(f"a mini-batch of {found} samples, but the plan was made for {self.plan.scenario.batch}")
         pieces = [torch.split(tensor.to(self.device), list(self.plan.sizes)) for tensor in tensors]
         return [unflatten(nesting, [piece[m] for piece in pieces]) for m in range(self.plan.num_microbatches)]
+
+    def _refuse_different_plans(self) -> None:
+        """Ranks that cut the model differently would wait for each other forever."""
+        if self.plan.num_stages > 1:
+            mine = (self.plan.balance, self.plan.placement, self.plan.num_microbatches, self.plan.schedule)
+            all_plans: list[Any] = [None] * self.plan.num_stages
+            dist.all_gather_object(all_plans, mine)
+            if any(other != mine for other in all_plans):
+                raise ValueError(f"the ranks have different plans, expected one plan file for all: {all_plans}")
 
     # --- connections -----------------------------------------------------------------------------------------------
 
@@ -262,12 +282,28 @@ class Pipeline:
         parts: list[dict[str, torch.Tensor] | None] = [None] * self.plan.num_stages
         dist.all_gather_object(parts, mine)
         merged = {name: tensor for part in parts if part for name, tensor in part.items()}
-        return {name: merged[name] for name in sorted(merged, key=lambda name: int(name.split(".")[0]))}
+        order = {name: place for place, name in enumerate(self._names)}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: order[name.split(".")[0]])}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this stage's part of the whole model's state, as an ``nn.Sequential`` of all layers saves it."""
+        unknown = sorted({name.split(".")[0] for name in state} - set(self._names))
+        if unknown:
+            raise ValueError(f"the state has layers {', '.join(unknown)}, which the model has not")
         own = {name: tensor for name, tensor in state.items() if name.split(".")[0] in self._layers}
         self.module.load_state_dict(own)
+
+
+def _refuse_tied_weights(layers: nn.Sequential | Sequence[nn.Module], plan: Plan) -> None:
+    """A parameter on two stages would get half of its gradient on each."""
+    owner: dict[nn.Parameter, int] = {}
+    for stage, span in enumerate(plan.stages):
+        for layer in list(layers)[span]:
+            for parameter in layer.parameters():
+                if owner.setdefault(parameter, stage) != stage:
+                    raise ValueError(
+                        f"stages {owner[parameter]} and {stage} share a parameter, expected each on one stage"
+                    )
 
 
 def default_device() -> torch.device:
@@ -282,6 +318,8 @@ def pin_to_cores() -> None:
 
     A rank that wanders between cores, or shares one while another is free, cannot be predicted.
     """
+    if not hasattr(os, "sched_setaffinity"):  # only Linux lets a process choose its cores
+        return
     local_rank, local_world = (int(os.environ.get(name, default)) for name, default in _LOCAL)
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // local_world)

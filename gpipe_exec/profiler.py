@@ -9,6 +9,7 @@ ranks the link is timed by ping-pong over several sizes.
 """
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -95,7 +96,9 @@ def measure_profile(
     if process.returncode != 0:
         told = [line for line in log.read_text().splitlines() if "Error" in line]
         raise InputError([Problem("gpipe profile", "", f"a worker failed: {told[-1] if told else ''}; see {log}")])
-    return _assemble(scenario, sizes, work, device)
+    profile = _assemble(scenario, sizes, work, device)
+    shutil.rmtree(work)  # the next measurement is a new one
+    return profile
 
 
 def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str) -> Profile:
@@ -304,31 +307,30 @@ def _measure_extras(workload: Workload, scenario: Scenario, device: torch.device
         "names": [f"{index}:{type(layer).__name__}" for index, layer in enumerate(layers)],
         "parameter_bytes": [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers],
         "optimizer_s": _optimizer_seconds(layers, scenario),
-        "input_bytes": float(_bytes(flatten(inputs)[0])),
+        "input_bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in flatten(inputs)[0])),
         "link": _measure_link(device),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": dist.get_world_size()},
     }
 
 
 def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario) -> list[float]:
-    passes = []
-    for repeat in range(WARMUP + 3):
-        seconds = []
-        for layer in layers:
-            parameters = list(layer.parameters())
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer = OPTIMIZERS[scenario.optimizer](parameters) if parameters else None
-            if optimizer:
-                optimizer.step()  # makes its state
-            begin = time.perf_counter()
-            if optimizer:
-                optimizer.step()
-            seconds.append(time.perf_counter() - begin)
-            layer.zero_grad(set_to_none=True)
+    """Each layer's share, by its parameters, of one update of the whole model."""
+    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    if not parameters:
+        return [0.0] * len(layers)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = OPTIMIZERS[scenario.optimizer](parameters)
+    seconds = []
+    for repeat in range(WARMUP + REPEATS):  # the first makes the optimizer's state
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.step()
         if repeat >= WARMUP:
-            passes.append(seconds)
-    return _median_of_alike(layers, _from_all_ranks(passes))
+            seconds.append([time.perf_counter() - begin])
+    whole = statistics.median(one[0] for one in _from_all_ranks(seconds))
+    return [whole * count / sum(counts) for count in counts]
 
 
 def _measure_link(device: torch.device) -> dict[str, float] | None:

@@ -100,7 +100,13 @@ class Stage:
         return output
 
     def _run(self, value: Value, target: Any, weight: float) -> Value:
+        given = flatten(value)[0]
+        versions = [tensor._version for tensor in given]
         output = self.module(value)
+        if versions != [tensor._version for tensor in given]:
+            raise ValueError(
+                "the first layer of a stage changes its input in place, which a recomputation needs unchanged"
+            )
         return output if self.loss is None else self.loss(output, target) * weight
 
     def _random_state(self) -> tuple[torch.Tensor, torch.Tensor | None]:

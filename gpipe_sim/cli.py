@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -236,70 +237,72 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
     """Execute a plan for real with one process per rank, measure it, and compare it with its prediction."""
+    from gpipe_sim.planfile import read_plan
+
+    plan = read_plan(plan_file)
+    _need_torch("gpipe run")
+    directory = _execute(plan, _run_device(device), steps=steps, warmup=warmup, timeout=timeout, out=out)
+    _show_comparison(directory, directory / "report.html", as_json=as_json)
+
+
+def _execute(plan: "Plan", device: str, *, steps: int, warmup: int, timeout: float, out: Path | None) -> Path:
+    """Run a plan and return its run directory; a run that fails ends the command with status 1."""
+    from gpipe_exec.launch import RunError, Settings, check_runnable, execute
     from gpipe_sim.runs import new_run_directory
 
-    plan = _read_plan(plan_file)
-    try:
-        from gpipe_exec.launch import RunError, Settings, check_runnable, execute
-    except ModuleNotFoundError as error:
-        message = f"needs the package {error.name}, expected an installation with gpipe-planner[exec]"
-        raise InputError([Problem("gpipe run", "", message)]) from error
-    where = _run_device(device)
-    check_runnable(plan, where)
+    check_runnable(plan, device)
     if out is not None and out.exists() and any(out.iterdir()):
         raise InputError([Problem("--out", "", f"found {out} with files in it, expected a new or empty folder")])
     directory = out or new_run_directory(Path("runs"), plan.scenario.name)
     directory.mkdir(parents=True, exist_ok=True)
-    settings = Settings(device=where, steps=steps, warmup=warmup, timeout=timeout)
-    _say(f"running {plan.num_stages} ranks on {where}, {warmup} + {steps} steps, in {directory}")
+    settings = Settings(device=device, steps=steps, warmup=warmup, timeout=timeout)
+    _say(f"running {plan.num_stages} ranks on {device}, {warmup} + {steps} steps, in {directory}")
     try:
         with _progress("steps", warmup + steps, quiet=True) as advance:
             execute(plan, directory, settings, advance)
     except RunError as error:
         print(f"gpipe: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    _show_comparison(directory, as_json=as_json)
+    return directory
 
 
-def _read_plan(path: Path) -> "Plan":
-    from gpipe_sim.files import read_yaml
-    from gpipe_sim.plan import make_plan
-    from gpipe_sim.planfile import is_plan, parse_plan
-    from gpipe_sim.sweep import parse_scenario
-
-    document = read_yaml(path)
-    if is_plan(document):
-        return parse_plan(document)
-    sweep = parse_scenario(document)
-    if len(sweep) != 1:
-        raise InputError([Problem(str(path), "", f"has {len(sweep)} plans, expected a single one to run")])
-    return make_plan(sweep[0])
+def _need_torch(command: str) -> None:
+    if find_spec("torch") is None:
+        message = "needs the package torch, expected an installation with gpipe-planner[exec]"
+        raise InputError([Problem(command, "", message)])
 
 
 def _run_device(device: RunDevice) -> str:
     if device is not RunDevice.AUTO:
         return str(device)
-    import torch
+    from gpipe_exec.pipeline import default_device
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return default_device().type
 
 
 @app.command()
 def compare(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the comparison as one HTML page that opens offline.")
+    ] = None,
 ) -> None:
     """Lay what was measured beside what was predicted, and say where the error comes from."""
-    _show_comparison(run_directory, as_json=as_json)
+    _show_comparison(run_directory, html, as_json=as_json)
 
 
-def _show_comparison(directory: Path, *, as_json: bool) -> None:
+def _show_comparison(directory: Path, html: Path | None, *, as_json: bool) -> None:
     from gpipe_sim.compare import compare_run
     from gpipe_sim.runs import load_run
     from gpipe_sim.terminal import comparison_table, make_console
 
     comparison = compare_run(*load_run(directory))
     _write(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2), "the comparison")
+    if html is not None:
+        from dashboard.report import comparison_page
+
+        _write(html, comparison_page(comparison), "report, to open in a browser")
     if as_json:
         print(json.dumps(comparison.to_dict(), indent=2))
     else:
@@ -334,6 +337,7 @@ def profile(
     if graph is not None:
         _import_profile(graph, batch, out)
     elif scenario_file is not None:
+        _need_torch("gpipe profile")
         _measure(scenario_file, _run_device(device), out)
 
 
@@ -349,20 +353,19 @@ def _import_profile(graph: Path, batch: int | None, out: Path) -> None:
 
 
 def _measure(scenario_file: Path, device: str, out: Path) -> None:
-    from gpipe_exec.layers import WorkloadError
     from gpipe_exec.profiler import measure_profile, sizes_for
     from gpipe_sim.sweep import load_scenario
 
     sweep = load_scenario(scenario_file)
+    if sweep[0].model.kind in ("layers", "profile"):
+        message = f"a model of kind {sweep[0].model.kind} has costs but no arithmetic to measure"
+        raise sweep[0].error("model.kind", message)
     sizes = sizes_for(sweep)
     num_ranks = max(scenario.plan.num_stages or 1 for scenario in sweep)
     _say(f"measuring on {device} with {num_ranks} ranks, micro-batches of {', '.join(map(str, sizes))}")
-    try:
-        with _progress("profiling", len(sizes), quiet=True) as advance:
-            work = out.with_name(f"{out.name}.work")
-            measured = measure_profile(sweep[0], sizes, num_ranks, device, work, advance)
-    except WorkloadError as error:
-        raise InputError([Problem(str(scenario_file), "model", str(error))]) from error
+    with _progress("profiling", len(sizes), quiet=True) as advance:
+        work = out.with_name(f"{out.name}.work")
+        measured = measure_profile(sweep[0], sizes, num_ranks, device, work, advance)
     _write(out, measured.to_json(), "profile, for profile: ... in the scenario")
     _summarise(measured)
 
@@ -406,25 +409,37 @@ def catalog() -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("runs/demo"),
 ) -> None:
-    """Simulate a sweep of an 8-billion-parameter transformer, explain its best plan and write a report to open."""
+    """The whole loop on this machine: sweep a large model, then profile, plan, run and compare a small one."""
     from gpipe_sim.predict import fastest
     from gpipe_sim.sweep import load_scenario, shipped_scenarios
-    from gpipe_sim.terminal import make_console, plan_details
+    from gpipe_sim.terminal import make_console, plan_details, results_table
 
-    answers, interrupted = _predict_all([load_scenario(shipped_scenarios() / "demo.yaml")])
-    _print_answers(answers)
-    name, found = answers[0]
-    if interrupted:
-        raise KeyboardInterrupt
-    best = fastest(found)
     console = make_console()
-    console.print(f"\nThe fastest that fits: {best.settings}", style="bold")
+
+    def best_of(sweep: "Sweep") -> "tuple[Prediction, list[Prediction]]":
+        ((_, found),), interrupted = _predict_all([sweep])
+        if interrupted:
+            raise KeyboardInterrupt
+        return fastest(found), found
+
+    console.print("1. Which plan for an 8-billion-parameter transformer on one node of H100s?", style="bold")
+    best, found = best_of(load_scenario(shipped_scenarios() / "demo.yaml"))
+    console.print(results_table("the fastest that fits", [best], console.width))
     console.print(plan_details(best, console.width))
-    report = out / "report.html"
-    _write_report(report, found, name)
-    typer.echo(f"\nopen {report}")
+    _write_report(out / "report.html", found, "demo")
+
+    console.print("\n2. How right is that on this machine? A small transformer, profiled here", style="bold")
+    small, profile_file = shipped_scenarios() / "demo_cpu.yaml", (out / "profile.json").resolve()
+    _measure(small, "cpu", profile_file)
+    best, found = best_of(load_scenario(small, f"profile={profile_file}", "cluster.link=measured"))
+    console.print(results_table("predicted from the profile", found, console.width))
+
+    console.print(f"\n3. The fastest of them ({best.settings}), run by two processes", style="bold")
+    run_directory = _execute(best.plan, "cpu", steps=6, warmup=2, timeout=60, out=None)
+    _show_comparison(run_directory, run_directory / "report.html", as_json=False)
+    typer.echo(f"\nopen {out / 'report.html'} and {run_directory / 'report.html'}")
 
 
 def _write_report(path: Path, predictions: "Sequence[Prediction]", title: str) -> None:

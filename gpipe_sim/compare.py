@@ -42,6 +42,11 @@ class Comparison:
     """Means over steps; they sum to the mean of predicted - measured step time."""
 
     @property
+    def typical(self) -> Step:
+        """The measured step whose time is the median."""
+        return self.measured.steps[int(np.argsort(self.step_times_s)[(len(self.step_times_s) - 1) // 2])]
+
+    @property
     def step_time_s(self) -> float:
         """The measured step time: the median over steps."""
         return float(np.median(self.step_times_s))
@@ -107,7 +112,7 @@ def _error(predicted: float, measured: float, unit: str) -> dict[str, float]:
 
 def compare_run(plan: Plan, measured: Measured) -> Comparison:
     """Compare a plan's prediction with its run."""
-    prediction = predict(plan)
+    prediction = predict(plan, keep_step=True)
     times = np.array([metrics.step_time_s(step) for step in measured.steps])
     typical = measured.steps[int(np.argsort(times)[(len(times) - 1) // 2])]
     shares = [attribute(plan, step, prediction.step_time_s) for step in measured.steps]
@@ -131,7 +136,7 @@ def attribute(plan: Plan, measured: Step, predicted_s: float) -> dict[str, float
     end = {action: t.end_s[row] for t in measured.ranks for row, action in enumerate(t.actions)}
     transfers, gaps = {}, {}
     for timeline in measured.ranks:
-        free = float(timeline.start_s[0])
+        free = 0.0
         for row, action in enumerate(timeline.actions):
             arrived = float(timeline.arrived_s[row])
             if arrived > free:  # it waited: this message's time mattered
@@ -140,7 +145,8 @@ def attribute(plan: Plan, measured: Step, predicted_s: float) -> dict[str, float
                 free = arrived
             gaps[action] = max(0.0, float(timeline.start_s[row]) - free)
             free = float(timeline.end_s[row])
-            if timeline.blocking and timeline.send_end_s[row] > free:
+            if timeline.blocking and timeline.send_end_s[row] >= free:  # here the sender waited
+                transfers[action] = float(timeline.send_end_s[row]) - free
                 free = float(timeline.send_end_s[row])
 
     levels = [predicted_s]

@@ -24,8 +24,8 @@ from pydantic import Field, PlainValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from gpipe_sim.files import Document, InputError, Strict, problems_of, read_yaml, write_text
-from gpipe_sim.plan import Plan
+from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, read_yaml, write_text
+from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.profile import parse_profile
 from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, ScheduleName, to_window
 from gpipe_sim.sweep import parse_scenario
@@ -90,6 +90,17 @@ def is_plan(document: Document) -> bool:
 def load_plan(path: Path) -> Plan:
     """Read a plan file; every mistake is reported with its line."""
     return parse_plan(read_yaml(path))
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a plan file, or of a scenario file that has only one."""
+    document = read_yaml(path)
+    if is_plan(document):
+        return parse_plan(document)
+    sweep = parse_scenario(document)
+    if len(sweep) != 1:
+        raise InputError([Problem(str(path), "", f"has {len(sweep)} plans, expected a single one to run")])
+    return make_plan(sweep[0])
 
 
 def parse_plan(document: Document) -> Plan:
