@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each, the best counts (3)")
     repeat = parser.parse_args().repeat
     console = Console()
-    table = Table("K", "M", "actions", "ours s", "idiomatic s", "recurrence s", "ours / idiomatic", "us / action")
+    table = Table("K", "M", "actions", "ours s", "idiomatic s", "loops s", "ours / idiomatic", "us / action")
     held = True
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("simulating", total=len(SIZES) * (repeat + 1))

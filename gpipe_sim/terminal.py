@@ -6,20 +6,22 @@ Everything is also readable without colour, because output is piped and pasted.
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from gpipe_sim.compare import Comparison
 from gpipe_sim.explain import LABELS
 from gpipe_sim.palette import BREAKDOWN, CRITICAL, KIND_NAMES, KINDS, MEMORY
 from gpipe_sim.plan import Plan
 from gpipe_sim.predict import Prediction
 from gpipe_sim.step import RankTimeline, Step
 from gpipe_sim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # only a run needs it, and `simulate` starts quicker without
+    from gpipe_sim.compare import Comparison
 
 _PLAN_FIELDS = ("stages", "microbatches", "checkpoint", "schedule", "recompute", "backward", "balance")
 _SHORT = {"stages": "K", "microbatches": "M"}
@@ -213,7 +215,7 @@ def waterfall(breakdown_s: dict[str, float], width: int) -> Text:
     return chart
 
 
-def comparison_table(comparison: Comparison) -> RenderableType:
+def comparison_table(comparison: "Comparison") -> RenderableType:
     """Predicted beside measured, the attribution of the error, and the sentence that sums it up."""
     data = comparison.to_dict()
     table = Table("", "predicted", "measured", "error", header_style="bold")
