@@ -74,7 +74,9 @@ def _run(arguments: argparse.Namespace, plan: Plan, ranks: Path) -> None:
         pin_to_cores()
     else:
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=arguments.timeout))
+    # The launcher notices a hang first; this is for the case that the launcher is gone.
+    patience = timedelta(seconds=arguments.timeout + 30)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=patience)
     workload = build_workload(plan.scenario)
     recorder = Recorder(device)
     pipe = Pipeline(workload.layers, plan, workload.loss, device=device, recorder=recorder)

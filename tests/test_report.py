@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,12 +11,15 @@ import pytest
 from playwright.sync_api import Browser, Page, Playwright, expect
 
 from dashboard import figures, sweeps
-from dashboard.report import report_page
+from dashboard.report import comparison_page, report_page
+from gpipe_sim.compare import Comparison, compare_run
 from gpipe_sim.explain import critical_path
 from gpipe_sim.files import parse_yaml
 from gpipe_sim.palette import KIND_NAMES, KINDS
 from gpipe_sim.plan import make_plan
 from gpipe_sim.predict import Prediction, fastest, pareto, predict
+from gpipe_sim.runs import Measured
+from gpipe_sim.simulate import simulate
 from gpipe_sim.sweep import parse_scenario
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -225,8 +229,9 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: schemes.add(urlsplit(request.url).scheme))
 
-    def open_report(found: list[Prediction], title: str = "a report") -> Page:
-        (tmp_path / "report.html").write_text(report_page(found, title))
+    def open_report(found: list[Prediction] | Comparison, title: str = "a report") -> Page:
+        text = comparison_page(found) if isinstance(found, Comparison) else report_page(found, title)
+        (tmp_path / "report.html").write_text(text)
         page.goto((tmp_path / "report.html").as_uri())
         page.wait_for_function("document.querySelectorAll('.plotly-graph-div:not(.js-plotly-plot)').length === 0")
         return page
@@ -321,3 +326,17 @@ def test_plans_of_thousands_of_actions_are_drawn_on_the_graphics_card(opened):
     assert page.locator("[data-figure=gantt] .barlayer .point").count() == 0
     kinds = page.evaluate("document.querySelector('[data-figure=gantt] .js-plotly-plot').data.map(t => t.type)")
     assert set(kinds) == {"scattergl"}
+
+
+def test_comparison_lays_predicted_and_measured_on_one_axis(opened, one):
+    slower = replace(one.plan.profile, action_overhead_s=1e-4)
+    steps = tuple(simulate(replace(one.plan, profile=slower), memory=False) for _ in range(3))
+    comparison = compare_run(one.plan, Measured(device="cpu", engine="gpipe", steps=steps))
+    page = opened(comparison)
+    assert charts(page) == ["predicted", "measured", "attribution", "residuals"]
+    assert page.locator(".verdict").inner_text() == comparison.sentence
+    ranges = page.evaluate(
+        "['predicted', 'measured'].map(name =>"
+        " document.querySelector(`[data-figure=${name}] .plotly-graph-div`).layout.xaxis.range)"
+    )
+    assert ranges[0] == ranges[1]

@@ -157,7 +157,7 @@ def test_a_worker_that_hangs_is_ended_and_what_was_measured_is_kept(tmp_path):
     scenario = scenario_file(tmp_path, "hangs", checkpoint="never")
     done = gpipe("run", scenario, "--device", "cpu", "--out", run, "--timeout", 5, "--warmup", 0)
     assert done.returncode == 1
-    assert "no step finished for 5 s" in done.stderr or "rank 0 failed" in done.stderr
+    assert "no step finished for 5 s" in done.stderr
     assert not workers_of(run)
     assert len(load_run(run)[1].steps) == 2
 
