@@ -5,7 +5,7 @@ cause after the other; what each substitution changes is that cause's share:
 
     predicted          T0
     + its own compute spans                    T1      compute        T0 - T1
-    + its own transfers, where it waited       T2      communication  T1 - T2
+    + its own transfers                        T2      communication  T1 - T2
     + its own gaps between actions             T3      overhead       T2 - T3
     measured           T                               unexplained    T3 - T
 """
@@ -139,10 +139,10 @@ def attribute(plan: Plan, measured: Step, predicted_s: float) -> dict[str, float
         free = 0.0
         for row, action in enumerate(timeline.actions):
             arrived = float(timeline.arrived_s[row])
-            if arrived > free:  # it waited: this message's time mattered
+            if arrived >= 0:
                 sender = sender_of(action)
                 transfers[sender] = max(0.0, arrived - float(end[sender]))
-                free = arrived
+                free = max(free, arrived)
             gaps[action] = max(0.0, float(timeline.start_s[row]) - free)
             free = float(timeline.end_s[row])
             if timeline.blocking and timeline.send_end_s[row] >= free:  # here the sender waited

@@ -1,35 +1,22 @@
 """The SimPy model of a step: ranks that work through their actions, links that carry messages between them.
 
-Each rank is a process that takes its actions in order, each as soon as its input has arrived. A link is a FIFO for
-each direction of each edge:
-
-    sender     ==2F0==|                       a message is sent when its action ends,
-    link              |..queue..|##bytes/bw##|     starts once its receive is posted and the link is free,
-    receiver                                  |~latency~|==3F0==   and arrives a latency after its last byte.
-
-Latency delays, it does not occupy. The receiver keeps `window` receives posted per edge: consuming a message posts the
-next receive. Dedicated links need no event of their own: when a message starts, its arrival is known, and only a rank
-that is already waiting for it needs to be woken. Links through a shared NIC and ranks on shared cores proceed at
-fair rates (`fairshare`), which do need events.
+Each rank is a process that takes its actions in order, each as soon as its input has arrived; `links` carry messages
+between them. Ranks that share cores proceed at fair rates (`fairshare`).
 """
 
-from collections import deque
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 from simpy import Environment, Event
 
 from gpipe_sim.fairshare import FairShare
+from gpipe_sim.links import Edge, Link, ReplayedLink, SharedLink
 from gpipe_sim.memory import memory_curves
-from gpipe_sim.plan import Nic, Plan, backward_route
+from gpipe_sim.plan import Plan, backward_route
 from gpipe_sim.profile import Array
 from gpipe_sim.schedule import Action, gradient_takers, rank_actions
 from gpipe_sim.step import RankTimeline, Step
-
-_UNKNOWN = float("inf")
-_NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,130 +77,7 @@ def simulate(
     return Step(ranks=timelines, memory=memory_curves(plan, timelines) if memory else ())
 
 
-class _Wake(Event):
-    """An event whose time is settled after someone already waits for it."""
-
-    def at(self, time: float) -> None:
-        self._ok, self._value = True, None
-        self.env.schedule(self, delay=time - self.env.now)
-
-
-class _Edge(NamedTuple):
-    """The properties of one edge, the same in both directions."""
-
-    bandwidth: float
-    latency: float
-    window: int | None
-
-
-class _Link:
-    """One direction of one edge, all to itself."""
-
-    def __init__(self, env: Environment, name: str, sizes: list[float], edge: _Edge) -> None:
-        self.env = env
-        self.name = name
-        self.sizes = sizes
-        self.occupancy = [size / edge.bandwidth for size in sizes]
-        self.latency = edge.latency
-        self.posted = _NO_LIMIT if edge.window is None else edge.window
-        """How many receives have been posted so far."""
-        self.expected = 0
-        self.position = [_NO_LIMIT] * len(sizes)
-        """Micro-batch -> its place in the order in which the receiver posts."""
-        self.start = [_UNKNOWN] * len(sizes)
-        self.arrival = [_UNKNOWN] * len(sizes)
-        self.free = 0.0
-        self.queue: deque[int] = deque()
-        self.waiting: dict[int, list[_Wake]] = {}
-
-    def expect(self, microbatch: int) -> None:
-        """The receiver will take this one after those it expected before."""
-        self.position[microbatch] = self.expected
-        self.expected += 1
-
-    def send(self, microbatch: int, now: float) -> None:
-        self.queue.append(microbatch)
-        self.advance(now)
-
-    def post(self, now: float) -> None:
-        """The receiver has taken a message and posts its next receive."""
-        self.posted += 1
-        if self.queue:
-            self.advance(now)
-
-    def advance(self, now: float) -> None:
-        """Start every message whose turn has come."""
-        queue, position = self.queue, self.position
-        while queue and position[queue[0]] < self.posted:
-            microbatch = queue.popleft()
-            start = self.free if self.free > now else now
-            self.start[microbatch] = start
-            self.free = free = start + self.occupancy[microbatch]
-            self.arrival[microbatch] = free + self.latency
-            if self.waiting:
-                self.wake(microbatch)
-
-    def wake(self, microbatch: int) -> None:
-        """The message's arrival is now known to whoever waits for it."""
-        for waiter in self.waiting.pop(microbatch, ()):
-            waiter.at(self.arrival[microbatch])
-
-    def wait(self, microbatch: int) -> Event:
-        """An event at the message's arrival."""
-        wake = _Wake(self.env)
-        if self.arrival[microbatch] < _UNKNOWN:
-            wake.at(self.arrival[microbatch])
-        else:
-            self.waiting.setdefault(microbatch, []).append(wake)
-        return wake
-
-
-class _ReplayedLink(_Link):
-    """One direction of an edge, some of whose messages take the time that they were measured to take."""
-
-    def __init__(
-        self, env: Environment, name: str, sizes: list[float], edge: _Edge, given: Mapping[int, float]
-    ) -> None:
-        super().__init__(env, name, sizes, edge)
-        self.given = given
-
-    def send(self, microbatch: int, now: float) -> None:
-        if microbatch not in self.given:
-            super().send(microbatch, now)
-            return
-        self.start[microbatch] = now
-        self.arrival[microbatch] = now + self.given[microbatch]
-        self.wake(microbatch)
-
-
-class _SharedLink(_Link):
-    """One direction of an edge whose messages pass NICs that other traffic passes too."""
-
-    def __init__(
-        self, env: Environment, name: str, sizes: list[float], edge: _Edge, nics: FairShare[Nic], uses: Collection[Nic]
-    ) -> None:
-        super().__init__(env, name, sizes, edge)
-        self.nics, self.uses, self.bandwidth = nics, uses, edge.bandwidth
-        self.carrying = False
-
-    def advance(self, now: float) -> None:
-        if self.carrying or not self.queue or self.position[self.queue[0]] >= self.posted:
-            return
-        microbatch = self.queue.popleft()
-        self.carrying = True
-        self.start[microbatch] = now
-        flow = self.nics.run(self.sizes[microbatch], self.bandwidth, self.uses)
-        assert flow.callbacks is not None, "a fresh event has not been processed"
-        flow.callbacks.append(lambda _: self.carried(microbatch))
-
-    def carried(self, microbatch: int) -> None:
-        self.carrying = False
-        self.arrival[microbatch] = self.env.now + self.latency
-        self.wake(microbatch)
-        self.advance(self.env.now)
-
-
-_Instruction = tuple[float, float, int, _Link | None, _Link | None]
+_Instruction = tuple[float, float, int, Link | None, Link | None]
 """What a rank's process needs of an action: the engine's overhead before it, its seconds, its micro-batch, the link
 that it receives from and the link that it sends to."""
 
@@ -319,19 +183,19 @@ class _Simulation:
                 times[kind] = times[kind] * lognormal(jitter.cv, (jitter.seed, sample, index), times[kind].shape)
         return {kind: values.tolist() for kind, values in times.items()}
 
-    def _links(self) -> tuple[list[_Link], list[_Link]]:
+    def _links(self) -> tuple[list[Link], list[Link]]:
         """Two links per edge, fairly shared where other traffic passes the same NIC."""
         plan, env, effects, sizes = self.plan, self.env, self.effects, self.plan.message_bytes.tolist()
         hop = plan.profile.hop_overhead_s if effects.overhead else 0.0
         network, transfers = plan.scenario.cluster.network, self.replay.transfers
         nics = FairShare(env, dict.fromkeys(plan.shared_nics, network.bandwidth) if network else {})
-        forward: list[_Link] = []
-        backward: list[_Link] = []
+        forward: list[Link] = []
+        backward: list[Link] = []
         for stage in range(plan.num_stages - 1):
             link, route = plan.link(stage), plan.nic_route(stage)
-            edge = _Edge(link.bandwidth, link.latency + hop, plan.window)
+            edge = Edge(link.bandwidth, link.latency + hop, plan.window)
             if not effects.communication:
-                edge = _Edge(float("inf"), hop, None)
+                edge = Edge(float("inf"), hop, None)
             for links, uses, name in (
                 (forward, route, f"the output of stage {stage}"),
                 (backward, backward_route(route), f"the gradient from stage {stage + 1}"),
@@ -340,11 +204,11 @@ class _Simulation:
                 sender, kind = (stage, "F") if links is forward else (stage + 1, "B")
                 given = {a.microbatch: t for a, t in transfers.items() if a.stage == sender and a.kind == kind}
                 if given:
-                    links.append(_ReplayedLink(env, name, sizes[stage], edge, given))
+                    links.append(ReplayedLink(env, name, sizes[stage], edge, given))
                 elif shared and effects.communication and effects.sharing:
-                    links.append(_SharedLink(env, name, sizes[stage], edge, nics, shared))
+                    links.append(SharedLink(env, name, sizes[stage], edge, nics, shared))
                 else:
-                    links.append(_Link(env, name, sizes[stage], edge))
+                    links.append(Link(env, name, sizes[stage], edge))
         return forward, backward
 
     def _cores(self) -> dict[int, FairShare[str]]:
