@@ -6,6 +6,17 @@ The names below are in the order of the data flow, a newcomer's table of content
                                                               '----predict----> Prediction
 """
 
+import importlib
+import os
+import sys
+
+if os.path.basename(sys.argv[0]) in ("gpipe", "simulate") and "OPENBLAS_NUM_THREADS" not in os.environ:
+    # Our own command multiplies no matrices: numpy need not start a pool of BLAS threads for it.
+    # Only this process is meant, so the setting is gone again before anything else can inherit it.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    importlib.import_module("numpy")
+    del os.environ["OPENBLAS_NUM_THREADS"]
+
 from gpipe_sim.files import InputError
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.sweep import Sweep, load_scenario
