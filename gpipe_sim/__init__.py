@@ -2,7 +2,8 @@
 
 The names below are in the order of the data flow, a newcomer's table of contents:
 
-    scenario file --load_scenario--> Scenario --make_plan--> Plan --simulate--> Step
+    scenario file --load_scenario--> Scenario --make_plan--> Plan --simulate--> Step --step_metrics--> StepMetrics
+                                                              |'----evaluate, many at once------------^
                                                               '----predict----> Prediction
 """
 
@@ -27,9 +28,10 @@ from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.schedule import Action, rank_actions
 from gpipe_sim.simulate import DeadlockError, Effects, simulate
 from gpipe_sim.step import MemoryCurve, Span, Step
-from gpipe_sim.metrics import bubble_fraction, bubble_ideal, pipeline_time_s, step_time_s
+from gpipe_sim.metrics import StepMetrics, bubble_fraction, bubble_ideal, pipeline_time_s, step_metrics, step_time_s
+from gpipe_sim.evaluate import evaluate, evaluate_samples
 from gpipe_sim.explain import critical_path
-from gpipe_sim.predict import Prediction, predict
+from gpipe_sim.predict import Prediction, predict, predict_all
 from gpipe_sim.trace import to_trace
 
 __all__ = [
@@ -53,12 +55,17 @@ __all__ = [
     "Span",
     "Step",
     "MemoryCurve",
+    "StepMetrics",
     "bubble_fraction",
     "bubble_ideal",
     "pipeline_time_s",
+    "step_metrics",
     "step_time_s",
+    "evaluate",
+    "evaluate_samples",
     "critical_path",
     "Prediction",
     "predict",
+    "predict_all",
     "to_trace",
 ]

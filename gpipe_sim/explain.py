@@ -5,10 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from gpipe_sim.metrics import pipeline_time_s
 from gpipe_sim.plan import Plan
 from gpipe_sim.schedule import Action, sender_of
-from gpipe_sim.simulate import Effects, simulate
+from gpipe_sim.simulate import Effects
 from gpipe_sim.step import RankTimeline, Span, Step
 
 PARTS = (
@@ -38,7 +37,21 @@ LABELS: Mapping[str, str] = {
 }
 
 
-def breakdown_s(plan: Plan, nominal: Step, mean_pipeline_s: float, mean_step_s: float) -> dict[str, float]:
+_NO_LINKS = Effects(overhead=False, communication=False, sharing=False)
+_NO_COMMUNICATION = Effects(communication=False, sharing=False)
+_ALONE = Effects(sharing=False)
+
+
+def counterfactuals(plan: Plan) -> tuple[Effects, ...]:
+    """The effects under which `breakdown_s` needs the plan's pipeline time, beside that with all of them."""
+    has_overhead = plan.profile.action_overhead_s or plan.profile.hop_overhead_s
+    shares = plan.shared_nics or plan.crowded_nodes
+    return _NO_LINKS, *([_NO_COMMUNICATION] if has_overhead else []), *([_ALONE] if shares else [])
+
+
+def breakdown_s(
+    plan: Plan, without_s: Mapping[Effects, float], nominal_s: float, mean_pipeline_s: float, mean_step_s: float
+) -> dict[str, float]:
     """The waterfall: seconds that each cause adds, in this order; they sum to the step time exactly.
 
         compute         F and B of the whole batch in one call, spread over the ranks by their speed, so that all end
@@ -53,8 +66,8 @@ def breakdown_s(plan: Plan, nominal: Step, mean_pipeline_s: float, mean_step_s: 
         jitter          + mean over samples less the step without jitter (either sign)
         update          + what the optimizer adds after the last backward
 
-    Each part is the difference between two steps that differ only in that cause. Without jitter `nominal` is the
-    step itself; the means are then its own times.
+    Each part is the difference between two steps that differ only in that cause. `without_s` are the pipeline times
+    under the `counterfactuals`, `nominal_s` the one without jitter.
     """
     profile = plan.profile
     whole = profile.at(plan.scenario.batch)
@@ -65,17 +78,9 @@ def breakdown_s(plan: Plan, nominal: Step, mean_pipeline_s: float, mean_step_s: 
     recompute = float((plan.recompute_s.sum(axis=1) / slowdowns).sum())
     slowest = float(plan.busy_s.max())
 
-    no_links = Effects(overhead=False, communication=False, sharing=False)
-    levels = [pipeline_time_s(simulate(plan, effects=no_links, memory=False))]
-    has_overhead = profile.action_overhead_s or profile.hop_overhead_s
-    with_overhead = Effects(communication=False, sharing=False)
-    levels.append(pipeline_time_s(simulate(plan, effects=with_overhead, memory=False)) if has_overhead else levels[0])
-    full = pipeline_time_s(nominal)
-    alone = Effects(sharing=False)
-    shares = plan.shared_nics or plan.crowded_nodes
-    levels.append(pipeline_time_s(simulate(plan, effects=alone, memory=False)) if shares else full)
-    levels += [full, mean_pipeline_s, mean_step_s]
-
+    no_links_s = without_s[_NO_LINKS]
+    levels = [no_links_s, without_s.get(_NO_COMMUNICATION, no_links_s), without_s.get(_ALONE, nominal_s)]
+    levels += [nominal_s, mean_pipeline_s, mean_step_s]
     spread = [work / capacity for work in (one_call, many_calls, many_calls + recompute)]
     totals = [0.0, *spread, slowest, *levels]
     return {part: after - before for part, (before, after) in zip(PARTS, pairwise(totals), strict=True)}

@@ -4,6 +4,7 @@ A mistake in a file is a `Problem`, printed as ``file:line: field: found, expect
 together as one `InputError`, which the command line turns into exit status 2.
 """
 
+import io
 import json
 import os
 import tempfile
@@ -253,6 +254,14 @@ _EXPECTED: Mapping[str, str] = {
     "too_short": "at least {min_length} entry",
     "string_too_short": "some text",
 }
+
+
+def yaml_text(data: Any) -> str:
+    """Plain data as YAML."""
+    stream, yaml = io.StringIO(), YAML()
+    yaml.width = 120
+    yaml.dump(data, stream)
+    return stream.getvalue()
 
 
 def write_text(path: Path, text: str) -> None:

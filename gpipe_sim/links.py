@@ -12,9 +12,11 @@ do need events.
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from heapq import heappush
 from typing import NamedTuple
 
 from simpy import Environment, Event
+from simpy.events import NORMAL
 
 from gpipe_sim.fairshare import FairShare
 from gpipe_sim.plan import Nic
@@ -27,8 +29,9 @@ class _Wake(Event):
     """An event whose time is settled after someone already waits for it."""
 
     def at(self, time: float) -> None:
+        """Exactly then: a delay would be added to the clock again, and rounded."""
         self._ok, self._value = True, None
-        self.env.schedule(self, delay=time - self.env.now)
+        heappush(self.env._queue, (time, NORMAL, next(self.env._eid), self))
 
 
 class Edge(NamedTuple):

@@ -15,22 +15,26 @@ So, with micro-batches of n samples, GPipe without checkpointing holds M n L/K l
 forwards; with it, M boundary inputs and one rematerialised micro-batch: O(N + (L/K)(N/M)), GPipe section 2.3.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gpipe_sim.model import bytes_per_parameter
-from gpipe_sim.plan import Plan
+from gpipe_sim.plan import Plan, recomputed_by, sum_by_stage
 from gpipe_sim.profile import Array
 from gpipe_sim.step import MEMORY_PARTS, MemoryCurve, RankTimeline
+
+Indices = npt.NDArray[np.int_]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageBytes:
-    """What one micro-batch of one size costs each stage, one array entry per stage."""
+    """What one micro-batch of one size costs each stage: the last axis of each array is the stage."""
 
     input: Array
     """Boundary input that arrives from the previous stage; 0 at the first."""
@@ -44,52 +48,151 @@ class StageBytes:
     first_backward_workspace: Array
     """Transient of a backward whose gradients become `.grad`, with those gradients."""
     backward_workspace: Array
-    """Transient of a backward that adds to existing `.grad`: one layer's new gradients stand beside the old."""
+    """Transient of a backward that adds to existing `.grad`."""
 
 
 def stage_bytes(plan: Plan, size: int) -> StageBytes:
+    """What a micro-batch of this size costs each stage of a plan."""
+    return StageBytes(**{name: values[0] for name, values in vars(_stage_bytes([plan], size)).items()})
+
+
+def _stage_bytes(plans: Sequence[Plan], size: int) -> StageBytes:
     """Walk each stage's layers as a forward and a backward do, and note the highest points.
 
     forward with gradients   saved_0 + ... + saved_i + workspace_i          the pile grows
     forward without          output_{i-1} + workspace_i + output_i          only the neighbours are alive
-    backward                 saved_0 + ... + saved_i + gradients in and out + workspace_i  (+ new .grad)   it shrinks
-    """
-    costs = plan.profile.at(size)
-    firsts = np.array([layers.start for layers in plan.stages])
-    lasts = np.array([layers.stop - 1 for layers in plan.stages])
-    saved, output = costs.saved_bytes, costs.output_bytes
-    pile = np.cumsum(saved)
-    pile = pile - np.repeat(pile[firsts] - saved[firsts], plan.balance)
-    inputs = np.append(0.0, output[:-1])
-    gradient_in = output.copy()
-    gradient_in[lasts[:-1]] = 0.0  # received ones are counted as buffers
-    backward = pile + gradient_in + inputs + costs.workspace_backward_bytes
-    inside = inputs.copy()
-    inside[firsts] = 0.0  # boundary inputs are counted as inputs
-    no_grad = inside + costs.workspace_no_grad_bytes + output
-    new_gradients = plan.profile.parameter_bytes * _gradients_per_weight(plan)
-    # The first backward makes the gradients, from the stage's last layer to its first, while the pile shrinks.
-    total = np.cumsum(new_gradients)
-    gradients_so_far = np.repeat(total[lasts], plan.balance) - total + new_gradients
+    backward                 saved_0 + ... + saved_i + gradient in + its need          (+ .grad so far)    it shrinks
+                             its need: gradient out + new .grad + workspace_i, which is negative if it frees first;
+                             where .grad exists, new ones are there only until they are added
 
-    def beyond_saved(values: Array) -> Array:
-        beyond: Array = np.maximum(np.maximum.reduceat(values, firsts) - pile[lasts], 0.0)
-        return beyond
+    The plans cut the layers of one profile in different places; arrays below have a row per plan.
+    """
+    profile, costs = plans[0].profile, plans[0].profile.at(size)
+    balances = np.array([plan.balance for plan in plans])
+    lasts = np.cumsum(balances, axis=1) - 1
+    firsts = lasts - balances + 1
+    which = np.arange(len(plans))[:, None]
+    all_layers = (len(plans), profile.num_layers)
+
+    def each_layer(values: Array) -> Array:
+        return np.repeat(values.ravel(), balances.ravel()).reshape(all_layers)
+
+    def highest(values: Array) -> Array:
+        layers = np.broadcast_to(values, all_layers).ravel()
+        top: Array = np.maximum.reduceat(layers, (which * profile.num_layers + firsts).ravel())
+        return top.reshape(balances.shape)
+
+    output, total = costs.output_bytes, np.cumsum(costs.saved_bytes)
+    pile = total - each_layer((total - costs.saved_bytes)[firsts])
+    saved = pile[which, lasts]
+    inputs = np.append(0.0, output[:-1])
+    gradient_in = np.tile(output, (len(plans), 1))
+    gradient_in[which, lasts[:, :-1]] = 0.0  # received ones are counted as buffers
+    inside = np.tile(inputs, (len(plans), 1))
+    inside[which, firsts] = 0.0  # boundary inputs are counted as inputs
+    new_gradients = profile.parameter_bytes * _gradients_per_weight(plans[0])
+    # The first backward makes the gradients, from the stage's last layer to its first, while the pile shrinks.
+    gradients = np.cumsum(new_gradients)
+    gradients_before = each_layer(gradients[lasts]) - gradients
+    making = pile + gradient_in + np.maximum(inputs + new_gradients + costs.workspace_backward_bytes, 0.0)
+    adding = pile + gradient_in + np.maximum(inputs + new_gradients + costs.workspace_accumulate_bytes, 0.0)
 
     return StageBytes(
         input=inputs[firsts],
-        output=np.append(output[lasts[:-1]], 0.0),
-        saved=pile[lasts],
-        forward_workspace=beyond_saved(pile + costs.workspace_forward_bytes),
-        no_grad_workspace=np.maximum.reduceat(no_grad, firsts),
-        first_backward_workspace=beyond_saved(backward + gradients_so_far),
-        backward_workspace=beyond_saved(backward + new_gradients),
+        output=np.append(output[lasts[:, :-1]], np.zeros((len(plans), 1)), axis=1),
+        saved=saved,
+        forward_workspace=np.maximum(highest(pile + costs.workspace_forward_bytes) - saved, 0.0),
+        no_grad_workspace=highest(inside + costs.workspace_no_grad_bytes + output),
+        first_backward_workspace=np.maximum(highest(making + gradients_before) - saved, 0.0),
+        backward_workspace=np.maximum(highest(adding) - saved, 0.0),
     )
 
 
 def _gradients_per_weight(plan: Plan) -> float:
     per = bytes_per_parameter(plan.scenario.optimizer, plan.dtype)
     return per.gradient / per.weight
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepBytes(StageBytes):
+    """What every micro-batch costs every stage of one plan, or of many with the same K and M, and what the model does.
+
+    The axes are stage, micro-batch and plan. Bytes are whole, so that their sums are exact in any order.
+    """
+
+    recomputed: Flags
+    parameters: Array
+    """Stage and plan, as the next two."""
+    optimizer: Array
+    gradients: Array
+    batch: Array
+    """The mini-batch as it enters the first stage, by plan."""
+
+    def constant(self) -> dict[str, Array]:
+        """What is held all the time, by part, stage and plan."""
+        inputs = np.zeros_like(self.parameters)
+        inputs[0] = self.batch
+        return {"parameters": self.parameters, "optimizer": self.optimizer, "inputs": inputs}
+
+
+def step_bytes(plans: Sequence[Plan]) -> StepBytes:
+    """The bytes of plans that have profile, batch, optimizer, K and M in common."""
+    plan = plans[0]
+    sizes = sorted(set(plan.sizes), reverse=True)
+    per_size = [_stage_bytes(plans, size) for size in sizes]
+    repeats = [plan.sizes.count(size) for size in sizes]
+    each = {
+        field.name: np.repeat(np.stack([np.round(getattr(costs, field.name).T) for costs in per_size], 1), repeats, 1)
+        for field in fields(StageBytes)
+    }
+    balances = np.array([plan.balance for plan in plans])
+    weights = sum_by_stage(plan.profile.parameter_bytes, balances).T
+    per = bytes_per_parameter(plan.scenario.optimizer, plan.dtype)
+    return StepBytes(
+        **each,
+        recomputed=recomputed_by(plans),
+        parameters=np.round(weights),
+        optimizer=np.round(weights * per.optimizer / per.weight),
+        gradients=np.round(weights * _gradients_per_weight(plan)),
+        batch=np.full(len(plans), round(plan.profile.input_bytes * plan.scenario.batch), dtype=float),
+    )
+
+
+class Holding(NamedTuple):
+    """From one moment to another, a stage holds so much more for each micro-batch.
+
+    A moment is an event of the micro-batch on that stage: ``F start``, ``B end``; ``F arrived`` of its input, ``F
+    posted`` and ``gradient posted`` of the receives, ``F delivered`` and ``B delivered`` of what was sent.
+    """
+
+    part: str
+    begin: str
+    end: str
+    amount: Array
+
+
+def holdings(held: StepBytes, first_backward: Flags) -> Iterator[Holding]:
+    """The table at the top of this file. `first_backward` marks each stage's first backward, by micro-batch."""
+    again = held.recomputed
+    yield Holding("activations", "F start", "B end", np.where(again, 0.0, held.saved))
+    yield Holding("activations", "R start", "B end", np.where(again, held.saved, 0.0))
+    transient = np.where(again, held.no_grad_workspace, held.forward_workspace)
+    yield Holding("workspace", "F start", "F end", transient)
+    yield Holding("workspace", "R start", "R end", np.where(again, held.forward_workspace, 0.0))
+    first = first_backward[:, :, None]
+    transient = np.where(first, held.first_backward_workspace, held.backward_workspace)
+    yield Holding("workspace", "B start", "B end", transient)
+    yield Holding("gradients", "B end", "U end", np.where(first, held.gradients[:, None], 0.0))
+    # Inputs and outputs are 0 where there is no neighbour.
+    yield Holding("buffers", "F posted", "F arrived", held.input)
+    yield Holding("inputs", "F arrived", "B end", held.input)
+    yield Holding("buffers", "B end", "B delivered", held.input)
+    yield Holding("buffers", "gradient posted", "B end", held.output)
+    # Without recompute the output is among the activations.
+    yield Holding("buffers", "F end", "F delivered", np.where(again, held.output, 0.0))
+
+
+# --- over time -----------------------------------------------------------------------------------------------------
 
 
 class _Ledger:
@@ -121,9 +224,9 @@ class _Ledger:
         for part, values in parts.items():
             if part in constant:
                 values[bounds[:-1]] += constant[part]
-            # What one rank ends with is not what the next begins with, and sums of floats leave crumbs.
+            # What one rank ends with is not what the next begins with.
             values[bounds[1:-1]] -= np.add.reduceat(values, bounds[:-1])[:-1]
-            np.round(np.cumsum(values, out=values), out=values)
+            np.cumsum(values, out=values)
         return tuple(
             MemoryCurve(times=times[a:b], parts={part: values[a:b] for part, values in parts.items()})
             for a, b in pairwise(bounds)
@@ -133,72 +236,42 @@ class _Ledger:
 def memory_curves(plan: Plan, timelines: Sequence[RankTimeline]) -> tuple[MemoryCurve, ...]:
     """Every rank's curve. Arrays below have a row per rank and a column per micro-batch."""
     stage_of = np.array([timeline.stage for timeline in timelines])
-    per_size = [stage_bytes(plan, size) for size in sorted(set(plan.sizes), reverse=True)]
-    repeats = [plan.sizes.count(size) for size in sorted(set(plan.sizes), reverse=True)]
-
-    def each(name: str) -> Array:
-        columns = np.stack([getattr(costs, name)[stage_of] for costs in per_size], axis=1)
-        return np.repeat(columns, repeats, axis=1)
-
     by_rank = [timeline.rows(plan.num_microbatches) for timeline in timelines]
     rows = {kind: np.stack([found[kind] for found in by_rank]) for kind in ("F", "R", "B")}
 
-    def column(name: str, which: npt.NDArray[np.int_]) -> Array:
+    def column(name: str, which: Indices) -> Array:
         """That column of every timeline, by micro-batch."""
         return np.stack([getattr(timeline, name)[row] for timeline, row in zip(timelines, which, strict=True)])
 
-    start = {kind: column("start_s", which) for kind, which in rows.items()}
-    end = {kind: column("end_s", which) for kind, which in rows.items()}
-    recomputed = rows["R"] >= 0
+    takers = rows["B"]
+    if plan.recompute == "on_demand":
+        takers = np.where(rows["R"] >= 0, rows["R"], rows["B"])
+    moments = {f"{kind} start": column("start_s", which) for kind, which in rows.items()}
+    moments |= {f"{kind} end": column("end_s", which) for kind, which in rows.items()}
+    for kind in ("F", "B"):
+        delivered = column("send_end_s", rows[kind])
+        moments[f"{kind} delivered"] = np.where(np.isnan(delivered), moments[f"{kind} end"], delivered)
+    moments |= {
+        "F arrived": np.nan_to_num(column("arrived_s", rows["F"])),
+        "F posted": _posted(plan.window, column("taken_s", rows["F"])),
+        "gradient posted": _posted(plan.window, column("taken_s", takers)),
+        "U end": np.repeat([[timeline.end_s[-1]] for timeline in timelines], plan.num_microbatches, axis=1),
+    }
+    held = step_bytes([plan])
+    first_backward = np.empty_like(rows["B"], dtype=bool)
+    first_backward[stage_of] = rows["B"] == rows["B"].min(axis=1, keepdims=True)
     ledger = _Ledger(len(timelines))
-
-    ledger.hold("activations", np.where(recomputed, start["R"], start["F"]), end["B"], each("saved"))
-    transient = np.where(recomputed, each("no_grad_workspace"), each("forward_workspace"))
-    ledger.hold("workspace", start["F"], end["F"], transient)
-    if recomputed.any():
-        ledger.hold("workspace", start["R"], end["R"], np.where(recomputed, each("forward_workspace"), 0.0))
-    first = start["B"] == start["B"].min(axis=1, keepdims=True)
-    transient = np.where(first, each("first_backward_workspace"), each("backward_workspace"))
-    ledger.hold("workspace", start["B"], end["B"], transient)
-
-    overhead = plan.profile.action_overhead_s  # between taking a message and computing with it
-    nothing = np.zeros_like(start["F"])
-    has_previous, has_next = (stage_of > 0)[:, None], (stage_of < plan.num_stages - 1)[:, None]
-    arrived = np.where(has_previous, column("arrived_s", rows["F"]), nothing)
-    inputs, outputs = each("input"), each("output")  # 0 where there is no neighbour
-    ledger.hold(
-        "buffers", np.where(has_previous, _posted(plan.window, start["F"] - overhead), nothing), arrived, inputs
-    )
-    ledger.hold("inputs", arrived, end["B"], inputs)
-    ledger.hold("buffers", end["B"], np.where(has_previous, column("send_end_s", rows["B"]), end["B"]), inputs)
-    takes = np.where(recomputed, start["R"], start["B"]) if plan.recompute == "on_demand" else start["B"]
-    ledger.hold("buffers", _posted(plan.window, takes - overhead), end["B"], outputs)
-    if recomputed.any():  # without recompute the output is among the activations
-        delivered = np.where(has_next, column("send_end_s", rows["F"]), end["F"])
-        ledger.hold("buffers", end["F"], delivered, np.where(recomputed, outputs, 0.0))
-
-    per = bytes_per_parameter(plan.scenario.optimizer, plan.dtype)
-    stage_weights = np.array([plan.profile.parameter_bytes[layers].sum() for layers in plan.stages])
-    weights = stage_weights[stage_of]
-    step_end = np.array([[timeline.end_s[-1]] for timeline in timelines])
-    ledger.hold(
-        "gradients", end["B"].min(axis=1, keepdims=True), step_end, weights[:, None] * _gradients_per_weight(plan)
-    )
-    batch_bytes = plan.profile.input_bytes * plan.scenario.batch
-    return ledger.curves(
-        {
-            "parameters": weights,
-            "optimizer": weights * per.optimizer / per.weight,
-            "inputs": np.where(stage_of == 0, batch_bytes, 0.0),
-        }
-    )
+    for part, begin, end, amount in holdings(held, first_backward):
+        if amount.any():
+            ledger.hold(part, moments[begin], moments[end], amount[stage_of, :, 0])
+    return ledger.curves({part: amount[stage_of, 0] for part, amount in held.constant().items()})
 
 
 def _posted(window: int | None, taken: Array) -> Array:
     """When each receive is posted: the first `window` at once, each later one as an earlier message is taken."""
     posted = np.zeros_like(taken)
     if window is not None and window < taken.shape[1]:
-        order = np.argsort(taken, axis=1)
+        order = np.argsort(taken, axis=1, kind="stable")
         earlier = np.take_along_axis(taken, order[:, :-window], axis=1)
         np.put_along_axis(posted, order[:, window:], earlier, axis=1)
     return posted

@@ -1,6 +1,9 @@
 """Step to numbers. Each metric is defined here once; K stages, M micro-batches, R ranks."""
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 
 from gpipe_sim.profile import Array
 from gpipe_sim.scenario import ScheduleName
@@ -53,3 +56,36 @@ def bubble_ideal(schedule: ScheduleName, num_stages: int, num_microbatches: int)
 def over_ideal_time(bubble: float) -> float:
     """Idle time over busy time, x / (1-x) for a bubble fraction x: the (K-1)/M of Narayanan et al. (2021)."""
     return bubble / (1.0 - bubble)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepMetrics:
+    """The figures of one step, without its timeline; lists are per rank, in the order of `Plan.ranks`."""
+
+    step_time_s: float
+    pipeline_time_s: float
+    busy_s: Array
+    peak_memory_bytes: npt.NDArray[np.int64]
+    """Empty, as the next, where only times were asked for."""
+    activation_bytes: npt.NDArray[np.int64]
+
+    @property
+    def utilization(self) -> Array:
+        """Busy over pipeline time."""
+        return self.busy_s / self.pipeline_time_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """As the function of that name."""
+        return 1.0 - float(self.utilization.mean())
+
+
+def step_metrics(step: Step) -> StepMetrics:
+    """Everything in numbers."""
+    return StepMetrics(
+        step_time_s=step_time_s(step),
+        pipeline_time_s=pipeline_time_s(step),
+        busy_s=busy_s(step),
+        peak_memory_bytes=np.array([curve.peak_bytes for curve in step.memory], dtype=np.int64),
+        activation_bytes=np.array([curve.activation_bytes for curve in step.memory], dtype=np.int64),
+    )

@@ -74,6 +74,7 @@ def import_pipedream(path: Path, batch: int) -> Profile:
             "workspace_no_grad_bytes": nothing,
             "workspace_forward_bytes": nothing,
             "workspace_backward_bytes": nothing,
+            "workspace_accumulate_bytes": nothing,
         },
         parameter_bytes=np.array([node.parameter_bytes for node in layers]),
         optimizer_s=np.zeros(len(layers)),

@@ -1,10 +1,12 @@
 """Plan: everything that was chosen, ready to be simulated or run. The one artefact that both interpret."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gpipe_sim.catalog import DType, Link
 from gpipe_sim.files import InputError
@@ -98,11 +100,13 @@ class Plan:
         return self._per_stage("backward_s")
 
     def _per_stage(self, column: str) -> Array:
-        by_size = {}
-        for size in set(self.sizes):
-            layers = getattr(self.profile.at(size), column)
-            by_size[size] = [float(layers[stage].sum()) * self.slowdown(k) for k, stage in enumerate(self.stages)]
+        by_size = {size: self._stage_s(getattr(self.profile.at(size), column)) for size in set(self.sizes)}
         return np.array([by_size[size] for size in self.sizes]).T
+
+    def _stage_s(self, layers_s: Array) -> Array:
+        slowdowns = np.array([self.slowdown(stage) for stage in range(self.num_stages)])
+        seconds: Array = sum_by_stage(layers_s, np.array([self.balance]))[0] * slowdowns
+        return seconds
 
     @cached_property
     def recompute_s(self) -> Array:
@@ -120,8 +124,7 @@ class Plan:
     @cached_property
     def update_s(self) -> Array:
         """Seconds of each stage's optimizer step, slowdown included."""
-        times = [self.profile.optimizer_s[s].sum() * self.slowdown(k) for k, s in enumerate(self.stages)]
-        return np.array(times)
+        return self._stage_s(self.profile.optimizer_s)
 
     @cached_property
     def message_bytes(self) -> Array:
@@ -169,6 +172,13 @@ class Plan:
         return frozenset(n for n in nodes if cluster.cores is not None and nodes.count(n) > cluster.cores)
 
 
+def sum_by_stage(layers: Array, balances: npt.NDArray[np.int_]) -> Array:
+    """Sums of a figure of each layer over each stage, for several balances (rows) of the same layers."""
+    firsts = np.cumsum(balances, axis=1) - balances + len(layers) * np.arange(len(balances))[:, None]
+    sums: Array = np.add.reduceat(np.tile(layers, len(balances)), firsts.ravel()).reshape(balances.shape)
+    return sums
+
+
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     """N samples in M micro-batches; where M does not divide N the first N mod M hold one sample more."""
     size, larger = divmod(batch, num_microbatches)
@@ -183,6 +193,16 @@ def recomputed(mode: Checkpoint, num_microbatches: int) -> tuple[bool, ...]:
     always       F0 F1 F2       R2 B2   R1 B1   R0 B0
     """
     return (mode != "never",) * (num_microbatches - 1) + (mode == "always",)
+
+
+_MODES: tuple[Checkpoint, ...] = ("never", "always", "except_last")
+
+
+def recomputed_by(plans: Sequence[Plan]) -> npt.NDArray[np.bool_]:
+    """`Plan.recomputed` of plans with the same K and M: by stage, micro-batch and plan."""
+    modes = np.array([[_MODES.index(mode) for mode in plan.checkpoint] for plan in plans]).T
+    patterns = np.array([recomputed(mode, plans[0].num_microbatches) for mode in _MODES])
+    return patterns.T[:, modes].transpose(1, 0, 2)
 
 
 def make_plan(scenario: Scenario) -> Plan:

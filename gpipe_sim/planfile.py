@@ -15,16 +15,14 @@ profile: |              # the profile file's JSON, as text: quick to read howeve
   {...}
 """
 
-import io
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, ValidationError
-from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, read_yaml, write_text
+from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, read_yaml, write_text, yaml_text
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.profile import parse_profile
 from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, ScheduleName, to_window
@@ -70,11 +68,7 @@ def plan_text(plan: Plan) -> str:
         "scenario": plan.scenario.document.data | {"name": plan.scenario.name},
         "profile": LiteralScalarString(plan.profile.to_json()),
     }
-    stream = io.StringIO()
-    yaml = YAML()
-    yaml.width = 120
-    yaml.dump(data, stream)
-    return stream.getvalue()
+    return yaml_text(data)
 
 
 def save_plan(plan: Plan, path: Path) -> None:

@@ -1,19 +1,28 @@
 """Prediction: everything that `simulate` says of one plan, and the keys under which `--json` says it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from gpipe_sim import metrics
-from gpipe_sim.explain import breakdown_s
-from gpipe_sim.plan import Plan
+from gpipe_sim.dependencies import Shape, shape_of
+from gpipe_sim.evaluate import evaluate, evaluate_samples, obstacle
+from gpipe_sim.explain import breakdown_s, counterfactuals
+from gpipe_sim.metrics import StepMetrics, step_metrics
+from gpipe_sim.plan import Plan, sum_by_stage
 from gpipe_sim.profile import Array
-from gpipe_sim.simulate import simulate
+from gpipe_sim.simulate import Effects, simulate
 from gpipe_sim.step import Step
 from gpipe_sim.verdict import verdict
+
+_TOGETHER = 1000
+"""Plans that are evaluated at once: enough to be fast, few enough to show progress."""
+_MANY = 256
+"""Micro-batches on stages from which on it is faster to evaluate plans of one shape than to simulate them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,30 +138,89 @@ class Prediction:
 
 def predict(plan: Plan, *, keep_step: bool = False, advance: Callable[[], None] = lambda: None) -> Prediction:
     """Simulate the plan, once or, with jitter, once for each sample; `advance` is called after each."""
-    nominal = simulate(plan)
-    jitter = plan.scenario.cluster.jitter
-    times, pipeline, busy, peaks = [], [], [], []
-    for sample in range(jitter.samples) if jitter else [None]:
-        step = nominal if sample is None else simulate(plan, sample=sample)
-        times.append(metrics.step_time_s(step))
-        pipeline.append(metrics.pipeline_time_s(step))
-        busy.append(metrics.busy_s(step))
-        peaks.append([(curve.peak_bytes, curve.activation_bytes) for curve in step.memory])
+    step = simulate(plan)
+    nominal = step_metrics(step)
+    if plan.scenario.cluster.jitter is None:
         advance()
-    mean_pipeline = float(np.mean(pipeline))
-    fullest = int(np.argmax([max(sample) for sample in peaks]))
+    without_s = {
+        effects: metrics.pipeline_time_s(simulate(plan, effects=effects, memory=False))
+        for effects in counterfactuals(plan)
+    }
+    samples = []
+    for sample in _samples(plan):
+        samples.append(step_metrics(simulate(plan, sample=sample)))
+        advance()
+    return _prediction(plan, nominal, samples, without_s, step if keep_step else None)
+
+
+def predict_all(
+    plans: Sequence[Plan], *, fast: bool | None = None, advance: Callable[[], None] = lambda: None
+) -> Iterator[Prediction]:
+    """The predictions of many plans, in their order: those in which nothing is shared are evaluated together.
+
+    `fast` insists that all of them be evaluated, or simulated. `advance` is called for each plan or jitter sample.
+    """
+    for first in range(0, len(plans), _TOGETHER):
+        some = plans[first : first + _TOGETHER]
+        chosen = _worth_evaluating(some) if fast is None else [fast] * len(some)
+        evaluated = _evaluate_all(list(compress(some, chosen)), advance)
+        for plan, is_fast in zip(some, chosen, strict=True):
+            yield next(evaluated) if is_fast else predict(plan, advance=advance)
+
+
+def _worth_evaluating(plans: Sequence[Plan]) -> list[bool]:
+    """Which plans share nothing and are so many that sorting out their dependencies pays."""
+    shapes = [shape_of(plan) for plan in plans]
+    work: dict[Shape, int] = {}
+    for plan, shape in zip(plans, shapes, strict=True):
+        work[shape] = work.get(shape, 0) + plan.num_stages * plan.num_microbatches * (1 + len(_samples(plan)))
+    return [work[shape] >= _MANY and obstacle(plan) is None for plan, shape in zip(plans, shapes, strict=True)]
+
+
+def _evaluate_all(plans: Sequence[Plan], advance: Callable[[], None]) -> Iterator[Prediction]:
+    nominal = evaluate(plans)
+    without_s: dict[Plan, dict[Effects, float]] = {plan: {} for plan in plans}
+    for effects in {effects for plan in plans for effects in counterfactuals(plan)}:
+        concerned = [plan for plan in plans if effects in counterfactuals(plan)]
+        for plan, found in zip(concerned, evaluate(concerned, effects=effects, memory=False), strict=True):
+            without_s[plan][effects] = found.pipeline_time_s
+    for plan, found in zip(plans, nominal, strict=True):
+        samples = evaluate_samples(plan, _samples(plan))
+        for _ in samples or [found]:
+            advance()
+        yield _prediction(plan, found, samples, without_s[plan], None)
+
+
+def _samples(plan: Plan) -> range:
+    jitter = plan.scenario.cluster.jitter
+    return range(jitter.samples if jitter else 0)
+
+
+def _prediction(
+    plan: Plan,
+    nominal: StepMetrics,
+    samples: Sequence[StepMetrics],
+    without_s: Mapping[Effects, float],
+    nominal_step: Step | None,
+) -> Prediction:
+    """Put the figures of a plan together: of its step, of its jitter samples if any, and of the counterfactuals."""
+    found = samples or [nominal]
+    times = np.array([one.step_time_s for one in found])
+    pipeline = float(np.mean([one.pipeline_time_s for one in found]))
+    peaks = [list(zip(one.peak_memory_bytes.tolist(), one.activation_bytes.tolist(), strict=True)) for one in found]
     highest = [max(sample[rank] for sample in peaks) for rank in range(len(plan.ranks))]
+    weights = np.round(sum_by_stage(plan.profile.parameter_bytes, np.array([plan.balance]))[0])
     return Prediction(
         plan=plan,
-        step_times_s=np.array(times),
-        pipeline_time_s=mean_pipeline,
-        utilization=np.mean(busy, axis=0) / mean_pipeline,
+        step_times_s=times,
+        pipeline_time_s=pipeline,
+        utilization=np.mean([one.busy_s for one in found], axis=0) / pipeline,
         peak_memory_bytes=tuple(peak for peak, _ in highest),
         activation_bytes=tuple(activations for _, activations in highest),
-        parameter_bytes=tuple(int(curve.parts["parameters"][0]) for curve in nominal.memory),
-        fullest_sample=fullest if jitter else None,
-        breakdown_s=breakdown_s(plan, nominal, mean_pipeline, float(np.mean(times))),
-        kept_step=nominal if keep_step and jitter is None else None,
+        parameter_bytes=tuple(int(weights[stage]) for stage in np.argsort(plan.placement)),
+        fullest_sample=int(np.argmax([one.peak_memory_bytes.max() for one in samples])) if samples else None,
+        breakdown_s=breakdown_s(plan, without_s, nominal.pipeline_time_s, pipeline, float(times.mean())),
+        kept_step=None if samples else nominal_step,
     )
 
 

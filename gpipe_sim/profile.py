@@ -49,6 +49,7 @@ COLUMNS = (
     "workspace_no_grad_bytes",
     "workspace_forward_bytes",
     "workspace_backward_bytes",
+    "workspace_accumulate_bytes",
 )
 
 
@@ -69,7 +70,11 @@ class LayerCosts:
     workspace_forward_bytes: Array
     """Transient bytes inside a forward with gradients, beyond what remains."""
     workspace_backward_bytes: Array
-    """Transient bytes inside a backward, beyond what was saved and the gradients that enter and leave it."""
+    """Transient bytes inside a backward, beyond what was saved and the gradients that enter and leave it, its weights'
+    included. Negative where it has let go of so much of what was saved before it needs the most."""
+    workspace_accumulate_bytes: Array
+    """The same of a backward that adds to gradients of the weights that are there already. Negative where each new one
+    is added as soon as it is made, so that they are never all there."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +99,8 @@ class Profile:
     """What the engine adds to each message's way."""
     link: Link | None = None
     """The link between neighbouring ranks, if it was measured."""
+    spread: Array | None = None
+    """Interquartile range over median of each layer's measured forward and backward, a column per size."""
     environment: dict[str, str] = field(default_factory=dict)
     """Thread count, torch version and the like, as measured."""
     _known: dict[int, LayerCosts] = field(default_factory=dict, init=False, repr=False)
@@ -115,6 +122,7 @@ class Profile:
         layers = [
             {"name": name, "parameter_bytes": self.parameter_bytes[i], "optimizer_s": self.optimizer_s[i]}
             | {column: self.table[column][i].tolist() for column in COLUMNS}
+            | ({"spread": self.spread[i].tolist()} if self.spread is not None else {})
             for i, name in enumerate(self.names)
         ]
         link = {"bandwidth_bytes_s": self.link.bandwidth, "latency_s": self.link.latency} if self.link else None
@@ -151,7 +159,8 @@ def _interpolate(sizes: Sequence[int], values: Array, size: int) -> Array:
     if sizes[right] == size:
         return values[:, right]
     weight = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
-    between: Array = np.maximum(values[:, right - 1] * (1 - weight) + values[:, right] * weight, 0.0)
+    line = values[:, right - 1] * (1 - weight) + values[:, right] * weight
+    between: Array = np.maximum(line, np.minimum(values.min(axis=1), 0.0))  # beyond them, never below what was seen
     return between
 
 
@@ -220,6 +229,7 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
             "workspace_no_grad_bytes": workspace,
             "workspace_forward_bytes": np.zeros_like(workspace),
             "workspace_backward_bytes": workspace,
+            "workspace_accumulate_bytes": workspace,
         },
         parameter_bytes=parameters * per_parameter.weight,
         optimizer_s=parameters * update_bytes / device.bandwidth,
@@ -252,6 +262,7 @@ def _layers_profile(scenario: Scenario, model: Layers, sizes: tuple[int, ...]) -
             "workspace_no_grad_bytes": nothing,
             "workspace_forward_bytes": nothing,
             "workspace_backward_bytes": nothing,
+            "workspace_accumulate_bytes": nothing,
         },
         parameter_bytes=np.array([spec.parameters for spec, _ in layers]),
         optimizer_s=np.zeros(len(layers)),
@@ -273,7 +284,10 @@ class _LayerEntry(Strict):
     output_bytes: list[_Amount]
     workspace_no_grad_bytes: list[_Amount]
     workspace_forward_bytes: list[_Amount]
-    workspace_backward_bytes: list[_Amount]
+    workspace_backward_bytes: list[float]
+    workspace_accumulate_bytes: list[float] | None = None
+    """Left out: as `workspace_backward_bytes`, with all of a layer's new gradients beside the old ones."""
+    spread: list[_Amount] | None = None
 
 
 class _LinkEntry(Strict):
@@ -332,12 +346,20 @@ def _places(path: Path) -> dict[FieldPath, str]:
 
 
 def _uneven(content: _ProfileFile) -> Iterable[tuple[FieldPath, str]]:
+    if len({layer.spread is None for layer in content.layers}) > 1:
+        yield ("layers",), "some layers have a spread and some have none, expected all or none"
     if content.sizes != sorted(set(content.sizes)):
         yield ("sizes",), f"found {content.sizes}, expected ascending sizes"
     for index, layer in enumerate(content.layers):
-        for column in COLUMNS:
-            if len(getattr(layer, column)) != len(content.sizes):
+        for column in (*COLUMNS, "spread"):
+            values = getattr(layer, column)
+            if values is not None and len(values) != len(content.sizes):
                 yield ("layers", index, column), f"expected {len(content.sizes)} values, one for each of sizes"
+
+
+def _column(layer: _LayerEntry, name: str) -> list[float]:
+    values: list[float] | None = getattr(layer, name)
+    return layer.workspace_backward_bytes if values is None else values
 
 
 def _from_file(content: _ProfileFile) -> Profile:
@@ -350,12 +372,13 @@ def _from_file(content: _ProfileFile) -> Profile:
         dtype=content.dtype,
         names=tuple(layer.name for layer in content.layers),
         sizes=tuple(content.sizes),
-        table={column: np.array([getattr(layer, column) for layer in content.layers], float) for column in COLUMNS},
+        table={column: np.array([_column(layer, column) for layer in content.layers], float) for column in COLUMNS},
         parameter_bytes=np.array([layer.parameter_bytes for layer in content.layers], float),
         optimizer_s=np.array([layer.optimizer_s for layer in content.layers], float),
         input_bytes=content.input_bytes,
         action_overhead_s=content.action_overhead_s,
         hop_overhead_s=content.hop_overhead_s,
         link=link,
+        spread=np.array([layer.spread for layer in content.layers], float) if content.layers[0].spread else None,
         environment=content.environment,
     )

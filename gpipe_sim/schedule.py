@@ -8,15 +8,15 @@ An action is written as torch writes it: ``2F0`` is stage 2's forward of micro-b
     U  update                  after the stage's last backward
 
 Communication is implied by what an action needs. A schedule is a pure function from stage, K and M to the order of F
-and B; recomputation and update are added in one place, `stage_actions`.
+and B; recomputation and update are added in one place, `stage_order`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from gpipe_sim.plan import Plan
-from gpipe_sim.scenario import BackwardOrder, ScheduleName
+from gpipe_sim.scenario import BackwardOrder, Recompute, ScheduleName
 
 Kind = Literal["F", "R", "B", "U"]
 
@@ -84,20 +84,30 @@ SCHEDULES: dict[ScheduleName, Callable[[int, int, int, BackwardOrder], Order]] =
 }
 
 
-def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """One stage's list. R(m) stands directly before B(m), so at most one rematerialised micro-batch is held:
+def stage_order(
+    schedule: ScheduleName,
+    stage: int,
+    num_stages: int,
+    num_microbatches: int,
+    backward: BackwardOrder,
+    recomputed: Sequence[bool],
+) -> Iterator[tuple[Kind, int]]:
+    """One stage's kinds and micro-batches. R(m) stands directly before B(m), so at most one rematerialised is held:
 
     F0 F1 F2   R2 B2   R1 B1   R0 B0   U
     """
-    actions: list[Action] = []
-    order = SCHEDULES[plan.schedule](stage, plan.num_stages, plan.num_microbatches, plan.backward)
-    recomputed = plan.recomputed(stage)
-    for kind, microbatch in order:
+    for kind, microbatch in SCHEDULES[schedule](stage, num_stages, num_microbatches, backward):
         if kind == "B" and recomputed[microbatch]:
-            actions.append(Action("R", stage, microbatch))
-        actions.append(Action(kind, stage, microbatch))
-    actions.append(Action("U", stage, -1))
-    return tuple(actions)
+            yield "R", microbatch
+        yield kind, microbatch
+    yield "U", -1
+
+
+def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """One stage's list."""
+    K, M = plan.num_stages, plan.num_microbatches
+    order = stage_order(plan.schedule, stage, K, M, plan.backward, plan.recomputed(stage))
+    return tuple([Action(kind, stage, microbatch) for kind, microbatch in order])
 
 
 @lru_cache(maxsize=4)
@@ -113,10 +123,22 @@ def sender_of(action: Action) -> Action:
     return Action("F", stage - 1, microbatch) if kind == "F" else Action("B", stage + 1, microbatch)
 
 
-def gradient_takers(plan: Plan, stage: int) -> tuple[Kind, ...]:
-    """For each micro-batch, which action of the stage waits for the next stage's gradient.
+def gradient_taker(recompute: Recompute, recomputed: bool) -> Kind:
+    """Which action of a micro-batch waits for the next stage's gradient.
 
     The backward does, unless the micro-batch is recomputed on demand: then its R waits, and its B finds it there.
     """
-    on_demand = plan.recompute == "on_demand"
-    return tuple("R" if on_demand and again else "B" for again in plan.recomputed(stage))
+    return "R" if recomputed and recompute == "on_demand" else "B"
+
+
+def gradient_takers(plan: Plan, stage: int) -> tuple[Kind, ...]:
+    """For each micro-batch of the stage, which action waits for the next stage's gradient."""
+    return tuple([gradient_taker(plan.recompute, again) for again in plan.recomputed(stage)])
+
+
+def takes_message(plan: Plan, action: Action) -> bool:
+    """Whether the action waits for a message from another stage, that of `sender_of`."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return stage > 0
+    return kind != "U" and stage < plan.num_stages - 1 and gradient_takers(plan, stage)[microbatch] == kind

@@ -11,11 +11,12 @@ import numpy as np
 from simpy import Environment, Event
 
 from gpipe_sim.fairshare import FairShare
+from gpipe_sim.jitter import jitter_factors
 from gpipe_sim.links import Edge, Link, ReplayedLink, SharedLink
 from gpipe_sim.memory import memory_curves
 from gpipe_sim.plan import Plan, backward_route
 from gpipe_sim.profile import Array
-from gpipe_sim.schedule import Action, gradient_takers, rank_actions
+from gpipe_sim.schedule import Action, Kind, gradient_takers, rank_actions
 from gpipe_sim.step import RankTimeline, Step
 
 
@@ -173,14 +174,13 @@ class _Simulation:
     def _node(self, position: int) -> int:
         return self.plan.scenario.cluster.node_of(self.plan.ranks[position])
 
-    def _seconds(self, sample: int | None) -> dict[str, list[list[float]]]:
+    def _seconds(self, sample: int | None) -> dict[Kind, list[list[float]]]:
         """Kind -> stage -> micro-batch -> seconds of compute, the update's as its only entry."""
         forward, backward = self.plan.forward_s, self.plan.backward_s
-        times = {"F": forward, "R": forward, "B": backward, "U": self.plan.update_s[:, None]}
-        jitter = self.plan.scenario.cluster.jitter
-        if sample is not None and jitter is not None:
-            for index, kind in enumerate(times):
-                times[kind] = times[kind] * lognormal(jitter.cv, (jitter.seed, sample, index), times[kind].shape)
+        times: dict[Kind, Array] = {"F": forward, "R": forward, "B": backward, "U": self.plan.update_s[:, None]}
+        if sample is not None:
+            factors = jitter_factors(self.plan, [sample])
+            times = {kind: values * factors[kind][:, :, 0] for kind, values in times.items()}
         return {kind: values.tolist() for kind, values in times.items()}
 
     def _links(self) -> tuple[list[Link], list[Link]]:
@@ -231,15 +231,3 @@ class _Simulation:
             send_end_s=np.array([target.arrival[m] if target else nothing for _, _, m, _, target in program]),
             blocking=self.blocking,
         )
-
-
-def lognormal(cv: float, key: tuple[int, ...], shape: tuple[int, ...]) -> Array:
-    """Factors with mean 1 and the given coefficient of variation, one row per stage.
-
-    A factor is set by seed, sample, kind, stage and micro-batch alone, never by the order of events, so that two plans
-    that share an action share its luck.
-    """
-    sigma = np.sqrt(np.log1p(cv * cv))
-    rows = [np.random.default_rng([*key, stage]).standard_normal(shape[1]) for stage in range(shape[0])]
-    factors: Array = np.exp(sigma * np.array(rows) - sigma * sigma / 2)
-    return factors

@@ -57,6 +57,13 @@ class RankTimeline:
                 found[kind][microbatch] = row
         return {kind: np.array(rows) for kind, rows in found.items()}
 
+    @property
+    def taken_s(self) -> Array:
+        """When the rank turned to each action: it was free, and the message that the action needs was there."""
+        held = np.fmax(self.end_s, self.send_end_s) if self.blocking else self.end_s
+        taken: Array = np.fmax(np.append(0.0, held[:-1]), self.arrived_s)
+        return taken
+
     def busy_s(self) -> float:
         """Seconds in F, R and B."""
         is_compute = np.array([action.kind != "U" for action in self.actions])

@@ -190,6 +190,12 @@ def test_no_action_starts_before_its_inputs_and_each_happens_once(plan):
 
 
 @given(random_plans(shared=True))
+def test_an_action_starts_an_overhead_after_its_rank_turns_to_it(plan):
+    for timeline in simulate(plan, memory=False).ranks:
+        assert (timeline.start_s == timeline.taken_s + plan.profile.action_overhead_s).all()
+
+
+@given(random_plans(shared=True))
 def test_the_same_holds_where_nics_and_cores_are_shared(plan):
     check_causality(plan)
 
