@@ -29,12 +29,16 @@ _MOST_LINES = 32
 """Of a chart with a line per rank; more ranks than that are thinned out evenly."""
 
 
-def results_table(name: str, predictions: Sequence[Prediction], width: int) -> Table:
+def results_table(name: str, predictions: Sequence[Prediction], width: int, *, mark: int | None = None) -> Table:
     """A row per plan: what differs between them, then times, bubble beside its closed form, and memory.
+
+    The row with the number `mark` is pointed at.
 
     Where it would be too wide, whole columns go, the least needed first; a number is never cut.
     """
     columns = _columns(predictions)
+    if mark is not None:
+        columns.insert(0, _Column("", 0, [">" if row == mark else "" for row in range(len(predictions))]))
     while len(columns) > 1 and sum(column.width + 3 for column in columns) + 1 > width:
         columns.remove(max(columns, key=lambda column: column.rank))
     table = Table(title=Text(name, "italic"), title_justify="left", header_style="bold")
@@ -236,7 +240,10 @@ def comparison_table(comparison: "Comparison") -> RenderableType:
         table.add_row(f"busy, rank {rank}", format_seconds(predicted), format_seconds(measured), error)
     shares = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in comparison.attribution_s.items())
     spread = f"{data['steps']} steps, which vary by {comparison.measured_cv:.1%}"
-    return Group(table, Text(f"{spread}; predicted - measured: {shares}"), Text(), Text(comparison.sentence, "bold"))
+    about = [Text(f"{spread}; predicted - measured: {shares}")]
+    if comparison.measured.device == "rehearse":
+        about += [Text(), Text(comparison.measured.how)]
+    return Group(table, *about, Text(), Text(comparison.sentence, "bold"))
 
 
 class _Console(Console):

@@ -91,6 +91,38 @@ def test_a_sweep_names_what_it_sets_and_keeps_the_files_order(capsys, small):
     assert err == "gpipe: simulating 4 plans\n"
 
 
+def test_both_engines_give_the_same_answers(capsys, small):
+    override = "plan.microbatches=[2, 4, 8]"
+    answers = [
+        json.loads(run(capsys, "simulate", small, "--json", "--set", override, *engine)[1])["results"]
+        for engine in ((), ("--engine", "simpy"), ("--engine", "fast"))
+    ]
+    for result, simulated, evaluated in zip(*answers, strict=True):
+        for other in (simulated, evaluated):
+            assert other["breakdown_s"] == pytest.approx(result["breakdown_s"], abs=1e-12)
+            assert other["peak_memory_bytes"] == result["peak_memory_bytes"]
+
+
+def test_a_single_plan_has_its_charts_with_the_fast_engine_too(capsys, small):
+    (_, simulated, _), (status, evaluated, _) = (
+        run(capsys, "simulate", small, "--engine", e) for e in ("simpy", "fast")
+    )
+    assert status == 0
+    assert evaluated == simulated
+
+
+def test_the_fast_engine_refuses_what_is_shared_and_names_the_other(capsys, small):
+    cores = "cluster={device: a100-80gb, link: nvlink3, devices_per_node: 4, cores: 2}"
+    status, out, err = run(capsys, "simulate", small, "--engine", "fast", "--set", cores)
+    assert (status, out) == (2, "")
+    assert err == "--engine: found fast, expected simpy: in small, ranks share the cores of node 0\n"
+    sweep = (*("--set", cores), *("--set", "plan.stages=[1, 4]"))
+    status, _, err = run(capsys, "simulate", small, "--engine", "fast", *sweep)
+    assert status == 2
+    assert "--engine: found fast, 1 of 2 plans need --engine simpy: in small, ranks share the cores" in err
+    assert run(capsys, "simulate", small, *sweep)[0] == 0
+
+
 def test_checkpoint_is_listed_by_stage_where_stages_differ(capsys, small):
     override = "plan.checkpoint={per_stage: [always, never, never, never]}"
     _, out, _ = run(capsys, "simulate", small, "--json", "--set", override)

@@ -1,0 +1,38 @@
+"""`gpipe export`: the chosen plan for people who run it elsewhere."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpipe_sim.commands.common import say, write
+
+
+class Target(StrEnum):
+    """What a plan can be exported for."""
+
+    TORCHTITAN = "torchtitan"
+    MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
+    SLURM = "slurm"
+
+
+def export(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a scenario with a single plan.")],
+    to: Annotated[Target, typer.Option(help="The project whose flags or config to write; slurm runs our own engine.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write to this file instead of standard output.")
+    ] = None,
+) -> None:
+    """Write a plan as another project's flags or config, and say what of it cannot be expressed there."""
+    from gpipe_sim.export import export_plan
+    from gpipe_sim.planfile import read_plan
+
+    exported = export_plan(read_plan(plan_file), to.value, plan_path=str(plan_file))
+    if out is None:
+        typer.echo(exported.text, nl=False)
+    else:
+        write(out, exported.text, f"for {to.value}")
+    for sentence in exported.cannot:
+        say(sentence)

@@ -1,0 +1,181 @@
+"""`gpipe run` and `gpipe compare`: execute a plan for real, and lay what was measured beside what was predicted."""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpipe_sim.commands.common import AsJson, Html, need_torch, progress, say, write
+from gpipe_sim.files import InputError, Problem
+
+if TYPE_CHECKING:
+    from gpipe_exec.launch import Settings
+    from gpipe_sim.plan import Plan
+
+
+class RunDevice(StrEnum):
+    """Where a plan is executed."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+    REHEARSE = "rehearse"
+
+
+class RunEngine(StrEnum):
+    """What executes it."""
+
+    GPIPE = "gpipe"
+    TORCH = "torch"
+
+
+def run(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a scenario with a single plan.")],
+    device: Annotated[
+        RunDevice,
+        typer.Option(help="auto takes GPUs if there are any; rehearse takes each layer's time without its arithmetic."),
+    ] = RunDevice.AUTO,
+    engine: Annotated[
+        RunEngine, typer.Option(help="Ours, or torch.distributed.pipelining as a cross-check.")
+    ] = RunEngine.GPIPE,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them that are not measured.")] = 3,
+    stretch: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="With rehearse: how many times slower; if left out, until actions last 20 ms."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds without a finished step after which to give up.")] = 30,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Machines. With more than one, print the command to start on each of them.")
+    ] = 1,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the ranks meet: a port of the first machine.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory to make; runs/<utc>-<name> if left out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Execute a plan for real with one process per rank, measure it, and compare it with its prediction."""
+    from gpipe_sim.planfile import read_plan
+
+    plan = read_plan(plan_file)
+    need_torch("gpipe run")
+    from gpipe_exec.launch import Settings
+    from gpipe_exec.rehearsal import default_stretch
+
+    if stretch is not None and device is not RunDevice.REHEARSE:
+        raise InputError([Problem("--stretch", "", "is for rehearsals only, expected --device rehearse with it")])
+    settings = Settings(
+        device=run_device(device),
+        engine=engine,
+        steps=steps,
+        warmup=warmup,
+        timeout=timeout,
+        stretch=(stretch or default_stretch(plan)) if device is RunDevice.REHEARSE else 1.0,
+        endpoint=rdzv_endpoint,
+    )
+    if nodes > 1:
+        _print_commands(plan, settings, nodes, out)
+        return
+    directory = execute_plan(plan, settings, out)
+    show_comparison(directory, directory / "report.html", as_json=as_json)
+
+
+def execute_plan(plan: "Plan", settings: "Settings", out: Path | None) -> Path:
+    """Run a plan and return its run directory; a run that fails ends the command with status 1."""
+    from gpipe_exec.launch import RunError, check_runnable, execute
+
+    check_runnable(plan, settings)
+    _announce(plan, settings)
+    directory = _run_directory(plan, out)
+    say(f"running {plan.num_stages} ranks, {settings.warmup} + {settings.steps} steps, in {directory}")
+    try:
+        with progress("steps", settings.warmup + settings.steps, quiet=True) as advance:
+            execute(plan, directory, settings, advance)
+    except RunError as error:
+        print(f"gpipe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    return directory
+
+
+def _run_directory(plan: "Plan", out: Path | None) -> Path:
+    from gpipe_sim.runs import new_run_directory
+
+    if out is None:
+        return new_run_directory(Path("runs"), plan.scenario.name)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError([Problem("--out", "", f"found {out} with something in it, expected a new or empty folder")])
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _announce(plan: "Plan", settings: "Settings") -> None:
+    """Say what a rehearsal leaves out, and how long it takes."""
+    if settings.device != "rehearse":
+        return
+    from gpipe_exec.rehearsal import what_is_left_out
+    from gpipe_sim.predict import predict
+    from gpipe_sim.units import format_seconds
+
+    seconds = format_seconds(predict(plan).step_time_s * settings.stretch)
+    say(f"a rehearsal, {settings.stretch:.4g} times slower than the plan: {seconds} a step; times are divided by it")
+    for what in what_is_left_out(plan):
+        say(f"not rehearsed: {what}")
+
+
+def _print_commands(plan: "Plan", settings: "Settings", nodes: int, out: Path | None) -> None:
+    """What to start on each of several machines, and what to do before and after."""
+    from gpipe_exec.launch import check_runnable, commands_for_machines, prepare
+
+    if settings.endpoint is None:
+        message = "is missing: with several machines, expected host:port of the first, such as node0:29500"
+        raise InputError([Problem("--rdzv-endpoint", "", message)])
+    if settings.device == "rehearse":
+        raise InputError([Problem("--nodes", "", "a rehearsal needs one clock, expected a single machine")])
+    check_runnable(plan, settings, num_machines=nodes)
+    directory = _run_directory(plan, out)
+    commands = commands_for_machines(plan, directory, settings, nodes)
+    prepare(plan, directory, settings)
+    say(f"copy {directory} to the same place on every machine, or share it; then start, from the same folder,")
+    for node, command in enumerate(commands):
+        typer.echo(f"# machine {node}")
+        typer.echo(command)
+    say(f"afterwards, on machine 0: gpipe compare {directory}")
+
+
+def run_device(device: RunDevice) -> str:
+    """The device that is meant: a GPU if there is one and nothing else was said."""
+    if device is not RunDevice.AUTO:
+        return str(device)
+    from gpipe_exec.pipeline import default_device
+
+    return default_device().type
+
+
+def compare(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
+    as_json: AsJson = False,
+    html: Html = None,
+) -> None:
+    """Lay what was measured beside what was predicted, and say where the error comes from."""
+    show_comparison(run_directory, html, as_json=as_json)
+
+
+def show_comparison(directory: Path, html: Path | None, *, as_json: bool) -> None:
+    """Compare a run with its prediction, print that, and keep it in the run's directory."""
+    from gpipe_sim.compare import compare_run
+    from gpipe_sim.runs import load_run
+    from gpipe_sim.terminal import comparison_table, make_console
+
+    comparison = compare_run(*load_run(directory))
+    write(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2), "the comparison")
+    if html is not None:
+        from dashboard.report import comparison_page
+
+        write(html, comparison_page(comparison), "report, to open in a browser")
+    if as_json:
+        print(json.dumps(comparison.to_dict(), indent=2))
+    else:
+        make_console().print(comparison_table(comparison))
