@@ -5,34 +5,35 @@ others with it, one that hangs is ended after `timeout` seconds without a finish
 was measured until then is kept.
 """
 
+import errno
 import json
-import math
 import os
 import platform
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from gpipe_exec.layers import WorkloadError, build_workload
-from gpipe_sim.files import InputError, Problem, write_text
+from gpipe_exec.records import gather, steps_done
+from gpipe_exec.rehearsal import with_engine_overhead
+from gpipe_exec.worker import OVERHEADS
+from gpipe_sim.files import InputError, Problem, write_text, yaml_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import save_plan
 from gpipe_sim.predict import predict
-from gpipe_sim.runs import Measured, save_measured
-from gpipe_sim.scenario import Scenario
-from gpipe_sim.schedule import Action, gradient_takers, rank_actions, sender_of
-from gpipe_sim.step import RankTimeline, Step
-from gpipe_sim.trace import to_trace
+from gpipe_sim.runs import Measured
+from gpipe_sim.scenario import ProfileModel, Scenario
 
 _MARK = "GPIPE_RUN_ID"
 """In the environment of every process of a run, so that none can be missed when it ends."""
@@ -47,26 +48,26 @@ class Settings:
     """How to run."""
 
     device: str = "cpu"
+    engine: str = "gpipe"
     steps: int = 10
     warmup: int = 3
     timeout: float = 30.0
-    """Seconds without progress after which a run counts as hung."""
+    """Seconds without progress after which a run counts as hung, beyond what a rehearsed step takes."""
+    stretch: float = 1.0
+    """How many times slower than the plan a rehearsal runs."""
+    endpoint: str | None = None
+    """host:port where the ranks meet; a free port of this machine if left out."""
 
 
 def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], None] = lambda: None) -> Measured:
     """Execute the plan on this machine and fill its run directory; `advance` is called for every finished step."""
-    save_plan(plan, run / "plan.yaml")
-    write_text(run / "predicted.json", json.dumps(predict(plan).to_dict(), indent=2))
-    write_text(run / "environment.json", json.dumps(_environment(settings), indent=2))
+    prepare(plan, run, settings)
     mark = uuid.uuid4().hex
     logs = run / "logs"
-    logs.mkdir()
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.num_stages)),
-        *("--redirects", "3", "--log-dir", str(logs), "-m", "gpipe_exec.worker", str(run)),
-        *("--steps", str(settings.steps), "--warmup", str(settings.warmup)),
-        *("--device", settings.device, "--timeout", str(settings.timeout)),
-    ]
+    logs.mkdir(exist_ok=True)
+    meet = ["--standalone"] if settings.endpoint is None else ["--rdzv-endpoint", settings.endpoint]
+    arguments = [*meet, "--redirects", "3", "--log-dir", str(logs)]
+    command = _command(plan.num_stages, arguments, run, settings)
     environment = worker_environment(plan.scenario) | {_MARK: mark}
     with open(logs / "torchrun.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -74,11 +75,58 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
             hung = _supervise(process, plan, run, settings, advance)
         finally:
             _end(process, mark)
-    measured = _gather(plan, run, settings)
+    if (run / OVERHEADS).is_file():
+        # Found with a pipeline of its own before the first step: the prediction knows the machine, not the run.
+        plan = with_engine_overhead(plan, **json.loads((run / OVERHEADS).read_text()), stretch=settings.stretch)
+        prepare(plan, run, settings)
+    measured = gather(plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch)
     if hung or process.returncode != 0:
         raise RunError(_failure(plan, run, settings, hung=hung))
     assert measured is not None, "a run that ended well has steps"
     return measured
+
+
+def prepare(plan: Plan, run: Path, settings: Settings) -> None:
+    """Write what is known before the run: everything that another machine needs to take part."""
+    save_plan(plan, run / "plan.yaml")
+    write_text(run / "scenario.yaml", yaml_text(_scenario_beside_profile(plan.scenario)))
+    plan.profile.save(run / "profile.json")
+    write_text(run / "predicted.json", json.dumps(predict(plan).to_dict(), indent=2))
+    write_text(run / "environment.json", json.dumps(_environment(settings), indent=2))
+
+
+def _scenario_beside_profile(scenario: Scenario) -> dict[str, Any]:
+    """The scenario as it was written, its profile, if it names one, being the run directory's."""
+    data: dict[str, Any] = scenario.document.data | {"name": scenario.name}
+    if isinstance(scenario.model, ProfileModel):
+        return data | {"model": data["model"] | {"path": "profile.json"}}
+    return data | ({"profile": "profile.json"} if scenario.profile else {})
+
+
+def commands_for_machines(plan: Plan, run: Path, settings: Settings, num_nodes: int) -> list[str]:
+    """What to type on each of several machines; rank 0 is on the first, and gathers the results there."""
+    if plan.num_stages % num_nodes:
+        message = f"found {num_nodes} machines for {plan.num_stages} ranks, expected a number that divides them"
+        raise InputError([Problem("--nodes", "", message)])
+    commands = []
+    for node in range(num_nodes):
+        where = ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rdzv-backend", "static"]
+        where += ["--rdzv-endpoint", str(settings.endpoint)]
+        command = _command(plan.num_stages // num_nodes, where, run, settings, python="python")
+        commands.append("OMP_NUM_THREADS=1 " + shlex.join(command))
+    return commands
+
+
+def _command(
+    processes: int, arguments: Sequence[str], run: Path, settings: Settings, python: str = sys.executable
+) -> list[str]:
+    """torchrun with one process per rank of this machine."""
+    return [
+        *(python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *arguments),
+        *("-m", "gpipe_exec.worker", str(run), "--steps", str(settings.steps), "--warmup", str(settings.warmup)),
+        *("--device", settings.device, "--engine", settings.engine),
+        *("--stretch", repr(settings.stretch), "--timeout", str(settings.timeout)),
+    ]
 
 
 _STEADY = {
@@ -103,29 +151,18 @@ def _supervise(
 ) -> bool:
     """Wait for the end, reporting progress; True if it was not to be expected any more."""
     done, last = 0, time.monotonic()
-    patience = settings.timeout + 30.0  # to start up
-    while process.poll() is None:
-        now_done = min((_done(run, rank) for rank in range(plan.num_stages)), default=0)
+    step_s = 2.0 * predict(plan).step_time_s * settings.stretch if settings.device == "rehearse" else 0.0
+    patience = settings.timeout + step_s + 30.0  # to start up
+    while True:
+        ended = process.poll() is not None
+        now_done = min(steps_done(run, plan.num_stages))
         for _ in range(now_done - done):
             advance()
-            last, patience = time.monotonic(), settings.timeout
+            last, patience = time.monotonic(), settings.timeout + step_s
         done = max(done, now_done)
-        if time.monotonic() - last > patience:
-            return True
+        if ended or time.monotonic() - last > patience:
+            return not ended
         time.sleep(0.1)
-    for _ in range(min((_done(run, rank) for rank in range(plan.num_stages)), default=0) - done):
-        advance()
-    return False
-
-
-def _done(run: Path, rank: int) -> int:
-    record = _record(run, rank)
-    return int(record["done"]) if record else 0
-
-
-def _record(run: Path, rank: int) -> dict[str, Any] | None:
-    path = run / "ranks" / f"rank{rank}.json"
-    return dict(json.loads(path.read_text())) if path.is_file() else None
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
@@ -162,80 +199,19 @@ def _failure(plan: Plan, run: Path, settings: Settings, *, hung: bool) -> str:
     written = [rank for rank, path in errors.items() if path.is_file()]
     # A rank whose neighbour died also fails, when its connection breaks: the first to write is the cause.
     first = min(written, key=lambda rank: errors[rank].stat().st_mtime_ns, default=None)
-    kept = min((_done(run, rank) for rank in range(plan.num_stages)), default=0)
-    ending = f"{kept} steps had finished; its logs are in {run / 'logs'}"
+    done = steps_done(run, plan.num_stages)
+    ending = f"{min(done)} steps had finished; its logs are in {run / 'logs'}"
     if first is not None:
         return f"rank {first} failed:\n{errors[first].read_text()}{ending}"
     if hung:
-        slowest = min(range(plan.num_stages), key=lambda rank: _done(run, rank))
+        slowest = done.index(min(done))
         return f"no step finished for {settings.timeout:g} s, rank {slowest} is the furthest behind; {ending}"
     log = (run / "logs" / "torchrun.log").read_text()
     told = [line.strip() for line in log.splitlines() if "exitcode" in line or "Signal" in line or "rank" in line]
     return f"a worker was killed ({'; '.join(told[:4]) or 'torchrun did not say which'}); {ending}"
 
 
-# --- what the ranks left -------------------------------------------------------------------------------------------
-
-
-def _gather(plan: Plan, run: Path, settings: Settings) -> Measured | None:
-    """The steps that every rank has recorded, written to measured.json with a trace of the median one."""
-    records = [_record(run, rank) for rank in range(plan.num_stages)]
-    columns = [list(record["steps"]) if record else [] for record in records]
-    num_steps = min(map(len, columns))
-    if num_steps == 0:
-        return None
-    steps = tuple(_step(plan, [rank_steps[index] for rank_steps in columns]) for index in range(num_steps))
-    peaks = [record.get("peak_memory_bytes") if record else None for record in records]
-    measured = Measured(
-        device=settings.device,
-        engine="gpipe",
-        steps=steps,
-        peak_memory_bytes=tuple(peak for peak in peaks if peak) if all(peaks) else None,
-    )
-    save_measured(measured, run / "measured.json")
-    times = [max(float(timeline.end_s[-1]) for timeline in step.ranks) for step in steps]
-    typical = steps[int(np.argsort(times)[(len(times) - 1) // 2])]
-    for timeline in typical.ranks:
-        write_text(run / "traces" / f"rank{timeline.rank}_trace.json", to_trace(Step(ranks=(timeline,))))
-    return measured
-
-
-def _step(plan: Plan, records: list[dict[str, list[float]]]) -> Step:
-    """One step from the ranks' records; time counts from its first action, on this machine's one clock."""
-    origin = min(record["start"][0] for record in records)
-    actions = rank_actions(plan)
-    delivered = {
-        action: record["delivered"][row] - origin
-        for found, record in zip(actions, records, strict=True)
-        for row, action in enumerate(found)
-    }
-    timelines = []
-    for position, (found, record) in enumerate(zip(actions, records, strict=True)):
-        start, end = (np.array(record[name]) - origin for name in ("start", "end"))
-        sent = np.array([delivered[action] for action in found])
-        timelines.append(
-            RankTimeline(
-                rank=plan.ranks[position],
-                stage=found[0].stage,
-                actions=found,
-                start_s=start,
-                end_s=end,
-                # The sender notes a delivery a little after the receiver may have begun to compute with it.
-                arrived_s=np.minimum([_arrival(plan, action, delivered) for action in found], start),
-                send_start_s=np.where(np.isnan(sent), math.nan, end),
-                send_end_s=sent,
-                blocking=not plan.scenario.cluster.overlap,
-            )
-        )
-    return Step(ranks=tuple(timelines))
-
-
-def _arrival(plan: Plan, action: Action, delivered: dict[Action, float]) -> float:
-    """When the message that the action takes had been delivered; NaN if it takes none."""
-    takes = action.kind == "F" or (
-        action.kind != "U" and gradient_takers(plan, action.stage)[action.microbatch] == action.kind
-    )
-    return delivered.get(sender_of(action), math.nan) if takes else math.nan
+# --- before anything starts ----------------------------------------------------------------------------------------
 
 
 def _environment(settings: Settings) -> dict[str, object]:
@@ -246,29 +222,71 @@ def _environment(settings: Settings) -> dict[str, object]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": settings.device,
-        "steps": settings.steps,
-        "warmup": settings.warmup,
+        **asdict(settings),
     }
 
 
-def check_runnable(plan: Plan, device: str) -> None:
-    """Refuse what cannot work before anything starts: too few GPUs, no arithmetic, a model of other layers."""
-    problems = []
-    if not dist.is_available():
-        problems.append(Problem("torch", "", "has no distributed support, expected a build with it"))
-    if device == "cuda" and torch.cuda.device_count() < plan.num_stages:
-        message = f"found {torch.cuda.device_count()} GPUs for a plan of {plan.num_stages} ranks, expected one for each"
-        problems.append(Problem("--device cuda", "", message))
-    try:
-        with torch.device("meta"):  # shapes only: no memory, no time
-            found = len(build_workload(plan.scenario).layers)
-        if found != plan.profile.num_layers:
-            message = f"has {found} layers, but the plan was made for {plan.profile.num_layers}"
-            problems.append(plan.scenario.document.problem(("model",), message))
-    except WorkloadError as error:
-        problems.append(plan.scenario.document.problem(("model",), str(error)))
-    except (RuntimeError, NotImplementedError):  # a model that needs real tensors is checked when it runs
-        pass
+def check_runnable(plan: Plan, settings: Settings, num_machines: int = 1) -> None:
+    """Refuse what cannot work before anything starts. Of other machines nothing is known."""
+    problems = [Problem("torch", "", "has no distributed support, expected a build with it")]
+    if dist.is_available():
+        problems = [*_device_problems(plan, settings, num_machines), *_endpoint_problems(settings.endpoint)]
+        if settings.device != "rehearse":
+            problems += _model_problems(plan)
+        if settings.engine == "torch":
+            from gpipe_exec.torch_engine import what_torch_cannot
+
+            problems += [Problem("--engine torch", "", reason) for reason in what_torch_cannot(plan, settings.device)]
     if problems:
         raise InputError(problems)
+
+
+def _device_problems(plan: Plan, settings: Settings, num_machines: int) -> Iterator[Problem]:
+    device, profile = settings.device, plan.profile
+    if device == "cuda" and num_machines == 1 and torch.cuda.device_count() < plan.num_stages:
+        message = f"found {torch.cuda.device_count()} GPUs for a plan of {plan.num_stages} ranks, expected one for each"
+        yield Problem("--device cuda", "", message)
+    if device in ("cpu", "cuda") and profile.source == "measured" and profile.device != device:
+        message = f"was measured on {profile.device}, but the run is on {device}, expected one measured there"
+        yield plan.scenario.document.problem(("profile",), message)
+
+
+def _endpoint_problems(endpoint: str | None) -> Iterator[Problem]:
+    """A port of this machine must be free; of another machine nothing is known."""
+    if endpoint is None:
+        return
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        yield Problem("--rdzv-endpoint", "", f"found {endpoint!r}, expected host:port such as node0:29500")
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                yield Problem("--rdzv-endpoint", "", f"port {port} of {host} is in use, expected a free one")
+
+
+def _model_problems(plan: Plan) -> Iterator[Problem]:
+    """The model must be the one that the plan's profile was made for."""
+    document = plan.scenario.document
+    try:
+        with torch.device("meta"):  # shapes only: no memory, no time
+            layers = build_workload(plan.scenario).layers
+    except WorkloadError as error:
+        yield document.problem(("model",), str(error))
+        return
+    except (RuntimeError, NotImplementedError):  # a model that needs real tensors is checked when it runs
+        return
+    if len(layers) != plan.profile.num_layers:
+        message = f"has {len(layers)} layers, but the plan was made for {plan.profile.num_layers}"
+        yield document.problem(("model",), message)
+    elif plan.profile.source == "measured":
+        for index, layer in enumerate(layers):
+            found = sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+            profiled = plan.profile.parameter_bytes[index]
+            if found != profiled:
+                message = f"layer {index} has {found} bytes of parameters, but the profile's has {profiled:.0f}"
+                yield document.problem(("profile",), f"was made for another model: {message}")
+                return

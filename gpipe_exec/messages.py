@@ -54,19 +54,19 @@ class Form:
 def flatten(value: Value) -> tuple[list[torch.Tensor], Any]:
     """The tensors of a nested value in order, and its nesting with numbers in their place."""
     tensors: list[torch.Tensor] = []
+    return tensors, _collect(value, tensors)
 
-    def visit(node: Value) -> Any:
-        if isinstance(node, torch.Tensor):
-            tensors.append(node)
-            return len(tensors) - 1
-        if isinstance(node, dict):
-            return {key: visit(child) for key, child in node.items()}
-        if isinstance(node, tuple | list):
-            return _rebuilt(node, [visit(child) for child in node])
-        raise TypeError(f"found a {type(node).__name__}, expected tensors nested in tuples, lists and dicts")
 
-    nesting = visit(value)
-    return tensors, nesting
+def _collect(node: Value, tensors: list[torch.Tensor]) -> Any:
+    """Not a function inside `flatten`: one that calls itself is a cycle, which would keep the tensors alive."""
+    if isinstance(node, torch.Tensor):
+        tensors.append(node)
+        return len(tensors) - 1
+    if isinstance(node, dict):
+        return {key: _collect(child, tensors) for key, child in node.items()}
+    if isinstance(node, tuple | list):
+        return _rebuilt(node, [_collect(child, tensors) for child in node])
+    raise TypeError(f"found a {type(node).__name__}, expected tensors nested in tuples, lists and dicts")
 
 
 def unflatten(nesting: Any, tensors: Sequence[torch.Tensor]) -> Value:
@@ -100,13 +100,20 @@ def wants_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Return when it is complete."""
+
+
 class Transport(Protocol):
     """How tensors of one edge and direction travel."""
 
-    def isend(self, tensor: torch.Tensor, number: int) -> dist.Work:
+    def isend(self, tensor: torch.Tensor, number: int) -> Pending:
         """Begin to send; `number` tells messages apart."""
 
-    def irecv(self, tensor: torch.Tensor, number: int) -> dist.Work:
+    def irecv(self, tensor: torch.Tensor, number: int) -> Pending:
         """Begin to receive into the tensor."""
 
 
@@ -139,6 +146,11 @@ def _number(microbatch: int, part: int) -> int:
     return microbatch * (MAX_TENSORS + 2) + part
 
 
+def carries_form(number: int) -> bool:
+    """Whether this message tells a form, and is not one of the tensors themselves."""
+    return number % (MAX_TENSORS + 2) >= MAX_TENSORS
+
+
 class Sender:
     """The sending end. Buffers are held until delivery, for which a thread of its own waits."""
 
@@ -147,12 +159,12 @@ class Sender:
         self._sizes = sizes
         self._untold = set(sizes) if tells_form else set()
         self._blocking = blocking
-        self._waiting: SimpleQueue[tuple[int, list[tuple[dist.Work, torch.Tensor]]] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[int, list[tuple[Pending, torch.Tensor]]] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._delivered: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()
+        self._delivered: deque[list[tuple[Pending, torch.Tensor]]] = deque()
         self.error: BaseException | None = None
         self.delivered_s: dict[int, float] = {}
         """Micro-batch -> when its message of the current step was delivered."""
@@ -201,13 +213,13 @@ class Sender:
             microbatch, held = entry
             del entry
             try:
-                for work, _ in held:
-                    work.wait()
+                for pair in held:
+                    pair[0].wait()
             except BaseException as error:  # told to the rank at its next finish()
                 self.error = error
             self.delivered_s[microbatch] = time.perf_counter()
             self._delivered.append(held)
-            del held
+            del held, pair  # this thread holds on to nothing
             with self._lock:
                 self._in_flight -= 1
                 if self._in_flight == 0:
@@ -219,7 +231,7 @@ class _Posted:
     microbatch: int
     form: Form
     buffers: list[torch.Tensor]
-    works: list[dist.Work]
+    works: list[Pending]
 
 
 class Receiver:

@@ -18,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpipe_exec.messages import MAX_TENSORS, PeerToPeer, Receiver, Sender, Value, flatten, form_of, unflatten
+from gpipe_exec.messages import (
+    MAX_TENSORS,
+    PeerToPeer,
+    Receiver,
+    Sender,
+    Transport,
+    Value,
+    flatten,
+    form_of,
+    unflatten,
+)
 from gpipe_exec.recorder import Recorder
 from gpipe_exec.stage import Loss, Stage
 from gpipe_sim.plan import Plan
@@ -46,7 +56,9 @@ class Pipeline:
         *,
         device: torch.device | str | None = None,
         recorder: Recorder | None = None,
+        carry: Callable[[PeerToPeer, int], Transport] = lambda direct, edge: direct,
     ) -> None:
+        """`carry`, given the direct way between two ranks and its edge, may return another way for messages."""
         if len(layers) != plan.profile.num_layers:
             raise ValueError(f"the model has {len(layers)} layers, but the plan was made for {plan.profile.num_layers}")
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -78,6 +90,7 @@ class Pipeline:
             loss=loss if self.is_last else None,
             recomputed=plan.recomputed(self.stage_index),
         )
+        self._carry = carry
         self._connect()
 
     @property
@@ -113,6 +126,7 @@ class Pipeline:
         for kind, _, m in self.actions:
             waited_from = time.perf_counter()
             value = self._receive(kind, m, gradients)
+            self._reap()
             started = record.mark()
             if kind == "F":
                 output = stage.forward(m, data[m] if self.is_first else value, answers[m], self._weights[m])
@@ -138,8 +152,7 @@ class Pipeline:
                 del result
             del value
             record.action(waited_from, started, ended)
-            for sender in self._senders:
-                sender.reap()
+            self._reap()
         for sender in self._senders:
             sender.finish()
         stage.averages.commit()
@@ -181,6 +194,11 @@ class Pipeline:
         if self._gradients_in and kind != "U" and self._takers[m] == kind:
             gradients[m] = self._gradients_in.take(m)
         return None
+
+    def _reap(self) -> None:
+        """Let go of what has been delivered by now."""
+        for sender in self._senders:
+            sender.reap()
 
     def _send_output(self, m: int, output: Value) -> None:
         assert self._outputs_out is not None, "every stage but the last sends its output on"
@@ -245,10 +263,10 @@ class Pipeline:
                 groups[edge] = dist.new_group([self._process_of(edge[0]), self._process_of(edge[0] + 1)])
         numbers = plan.num_microbatches * (MAX_TENSORS + 2)
 
-        def transport(edge: int, towards: str) -> PeerToPeer:
+        def transport(edge: int, towards: str) -> Transport:
             peer = edge + 1 if k == edge else edge
             first_tag = edges.index((edge, towards)) * numbers
-            return PeerToPeer(self._process_of(peer), groups[edge, towards], first_tag)
+            return self._carry(PeerToPeer(self._process_of(peer), groups[edge, towards], first_tag), edge)
 
         def sender(edge: int, towards: str, *, tells_form: bool) -> Sender:
             blocking = not plan.scenario.cluster.overlap

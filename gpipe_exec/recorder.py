@@ -1,8 +1,7 @@
 """Spans on this rank: when each action waited, computed and had its message delivered, step by step.
 
 A mark on the CPU is the time; on a GPU it is a CUDA event, read when the step is over, so that recording never makes
-the host wait for the device. `perf_counter` is one clock for all processes of a machine; across machines offsets are
-added by whoever gathers the records.
+the host wait for the device. Times are those of this rank's own clock (see `clocks`).
 """
 
 import time
@@ -15,7 +14,7 @@ Mark = float | torch.cuda.Event
 
 @dataclass
 class StepRecord:
-    """One step of one rank: a row for each of its actions, in seconds of this machine's clock."""
+    """One step of one rank: a row for each of its actions, in seconds of its own clock."""
 
     waited_from: list[float] = field(default_factory=list)
     start: list[float] = field(default_factory=list)
@@ -31,6 +30,8 @@ class Recorder:
         self.enabled = enabled
         self.steps: list[StepRecord] = []
         self._cuda = device if device is not None and device.type == "cuda" else None
+        self.latest_s = 0.0
+        """When the latest mark was made, by the host's clock."""
         self._marks: list[tuple[float, Mark, Mark]] = []
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
@@ -43,9 +44,10 @@ class Recorder:
 
     def mark(self) -> Mark:
         """This moment, on the device that computes."""
+        self.latest_s = time.perf_counter()
         if self.enabled and self._cuda is not None:
             return _event()
-        return time.perf_counter()
+        return self.latest_s
 
     def action(self, waited_from: float, start: Mark, end: Mark) -> None:
         """One action: from when the rank was ready for it, and its compute."""

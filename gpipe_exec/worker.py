@@ -1,8 +1,9 @@
-"""One rank of a run, started by torchrun: builds its stage, runs the steps, leaves its records for the launcher.
+"""One rank of a run, started by torchrun: builds its stage, runs the steps, leaves its records.
 
-    python -m torch.distributed.run ... -m gpipe_exec.worker RUN_DIR --steps 10 --warmup 3
+    python -m torch.distributed.run ... -m gpipe_exec.worker RUN_DIR --steps 10 --warmup 3 --device cpu
 
-Everything it leaves lies in RUN_DIR/ranks, a file per rank, written whole; a failure leaves its traceback there.
+The plan is RUN_DIR/plan.yaml. What a rank measures, and the traceback of its failure, lie in RUN_DIR/ranks, a file per
+rank, written whole.
 """
 
 import argparse
@@ -10,28 +11,35 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from gpipe_exec.allocator import peak_bytes
+from gpipe_exec.allocator import storage_bytes, trace_bytes
+from gpipe_exec.calibrate import calibrate
+from gpipe_exec.clocks import clock_offset
 from gpipe_exec.layers import build_workload
 from gpipe_exec.messages import Value, flatten
 from gpipe_exec.pipeline import Pipeline, default_device, pin_to_cores
 from gpipe_exec.recorder import Recorder
+from gpipe_exec.records import MemoryRecord, RankRecord, gather
+from gpipe_exec.rehearsal import PacedTransport, rehearsed_workload
 from gpipe_sim.files import write_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
 from gpipe_sim.scenario import Optimizer
 
-OPTIMIZERS: dict[Optimizer, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+OVERHEADS = Path("ranks", "overheads.json")
+"""What the engine itself was found to cost before a rehearsal."""
+
+OPTIMIZERS: dict[Optimizer, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4),
@@ -41,25 +49,31 @@ OPTIMIZERS: dict[Optimizer, Callable[[list[torch.nn.Parameter]], torch.optim.Opt
 
 def main() -> None:
     """Parse the arguments and run; a failure is written down before it is raised."""
-    parser = argparse.ArgumentParser(description="one rank of a run")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--warmup", type=int, required=True)
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--timeout", type=float, required=True)
-    arguments = parser.parse_args()
+    arguments = make_parser().parse_args()
     die_with_parent()
     rank = int(os.environ["RANK"])
-    ranks = arguments.run / "ranks"
     try:
-        _run(arguments, load_plan(arguments.run / "plan.yaml"), ranks)
+        _run(arguments, load_plan(arguments.run / "plan.yaml"), rank)
     except BaseException as error:
         if not isinstance(error, SystemExit):
-            write_text(ranks / f"rank{rank}.error", traceback.format_exc())
+            write_text(arguments.run / "ranks" / f"rank{rank}.error", traceback.format_exc())
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The worker's own command line, which the launcher writes."""
+    parser = argparse.ArgumentParser(prog="gpipe_exec.worker", description="one rank of a run, under torchrun")
+    parser.add_argument("run", type=Path, help="the run directory, with its plan.yaml")
+    parser.add_argument("--steps", type=int, required=True, help="steps to measure")
+    parser.add_argument("--warmup", type=int, required=True, help="steps before them")
+    parser.add_argument("--device", choices=["cpu", "cuda", "rehearse"], required=True)
+    parser.add_argument("--engine", choices=["gpipe", "torch"], default="gpipe")
+    parser.add_argument("--stretch", type=float, default=1.0, help="how many times slower than the plan to rehearse")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds without a step after which to give up")
+    return parser
 
 
 def die_with_parent() -> None:
@@ -68,54 +82,123 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _run(arguments: argparse.Namespace, plan: Plan, ranks: Path) -> None:
-    device = torch.device("cpu") if arguments.device == "cpu" else default_device()
-    if device.type == "cpu":
+class Engine(Protocol):
+    """What executes a plan's steps on this rank."""
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's layers."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank takes the inputs."""
+
+    def step(self, inputs: Value, targets: Any, update: Callable[[], object] | None = None) -> torch.Tensor:
+        """One mini-batch, forward and backward, and the update as soon as it can be."""
+
+    def close(self) -> None:
+        """Let go of threads."""
+
+
+class _Job(NamedTuple):
+    """What one rank repeats."""
+
+    engine: Engine
+    inputs: Value
+    targets: Any
+    update: Callable[[], None]
+    state: Callable[[], list[torch.Tensor]]
+    """The optimizer's tensors."""
+
+    def step(self) -> None:
+        dist.barrier()
+        self.engine.step(self.inputs, self.targets, self.update)
+
+
+def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
+    device = default_device() if arguments.device == "cuda" else torch.device("cpu")
+    if arguments.device == "cpu":
         pin_to_cores()
-    else:
+    elif arguments.device == "cuda":
         torch.cuda.set_device(device)
     # The launcher notices a hang first; this is for the case that the launcher is gone.
     patience = timedelta(seconds=arguments.timeout + 30)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=patience)
-    workload = build_workload(plan.scenario)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
+    if arguments.device == "rehearse":
+        overheads = calibrate(None, asleep=True)
+        if rank == 0:
+            write_text(arguments.run / OVERHEADS, json.dumps(overheads._asdict()))
     recorder = Recorder(device)
-    pipe = Pipeline(workload.layers, plan, workload.loss, device=device, recorder=recorder)
-    optimizer = OPTIMIZERS[plan.scenario.optimizer](pipe.parameters()) if pipe.parameters() else None
-    inputs, targets = workload.sample(plan.scenario.batch)
+    job = _make_job(arguments, plan, device, recorder)
+    record = RankRecord(rank=rank, clock=[clock_offset(device)])
+    for step in range(arguments.warmup + arguments.steps):
+        recorder.enabled = step >= arguments.warmup
+        job.step()
+        record.done, record.steps = step + 1, recorder.steps
+        record.save(arguments.run)
+    record.clock.append(clock_offset(device))
+    record.memory = _watch_memory(job, device, recorder)
+    record.save(arguments.run)
+    job.engine.close()
+    if dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"]):  # no launcher sees all machines: rank 0 gathers
+        _gather_from_machines(arguments, plan, record)
 
-    def update() -> None:
+
+def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, recorder: Recorder) -> _Job:
+    engine: Engine
+    if arguments.device == "rehearse":
+        stage = plan.placement.index(plan.ranks[dist.get_rank()])
+        workload, update = rehearsed_workload(plan, stage, arguments.stretch, began=lambda: recorder.latest_s)
+        engine = Pipeline(
+            workload.layers,
+            plan,
+            workload.loss,
+            device=device,
+            recorder=recorder,
+            carry=lambda direct, edge: PacedTransport(direct, plan.link(edge), arguments.stretch),
+        )
+        return _Job(engine, *workload.sample(plan.scenario.batch), update, list)
+    workload = build_workload(plan.scenario)
+    if arguments.engine == "torch":
+        from gpipe_exec.torch_engine import TorchPipeline
+
+        engine = TorchPipeline(workload, plan, device=device, recorder=recorder)
+    else:
+        engine = Pipeline(workload.layers, plan, workload.loss, device=device, recorder=recorder)
+    parameters = list(engine.module.parameters())
+    optimizer = OPTIMIZERS[plan.scenario.optimizer](parameters) if parameters else None
+
+    def step() -> None:
         if optimizer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    for step in range(arguments.warmup + arguments.steps):
-        recorder.enabled = step >= arguments.warmup
-        dist.barrier()
-        pipe.step(inputs, targets, update)
-        _leave(ranks, pipe.rank, recorder, done=step + 1)
-    recorder.enabled = False
-    dist.barrier()
-    transient, _ = peak_bytes(device, lambda: pipe.step(inputs, targets, update))
-    peak = _static_bytes(pipe, optimizer, inputs) + transient
-    _leave(ranks, pipe.rank, recorder, done=arguments.warmup + arguments.steps, peak=peak)
-    pipe.close()
+    def state() -> list[torch.Tensor]:
+        values = [value for entry in (optimizer.state if optimizer else {}).values() for value in entry.values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    return _Job(engine, *workload.sample(plan.scenario.batch), step, state)
 
 
-def _static_bytes(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, inputs: Value) -> int:
-    """What is there before a step begins: parameters, optimizer state and, on the first rank, the mini-batch."""
-    tensors = [*pipe.module.parameters(), *pipe.module.buffers()]
-    for state in optimizer.state.values() if optimizer else ():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    if pipe.is_first:
-        tensors += flatten(inputs)[0]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _watch_memory(job: _Job, device: torch.device, recorder: Recorder) -> MemoryRecord:
+    """One more step, with the allocator watched. Before it there are parameters, optimizer state and, on the first
+    rank, the mini-batch."""
+    static = [*job.engine.module.parameters(), *job.engine.module.buffers(), *job.state()]
+    if job.engine.is_first:
+        static += flatten(job.inputs)[0]
+    recorder.steps, recorder.enabled = [], True
+    trace, _ = trace_bytes(device, job.step)
+    return MemoryRecord(static_bytes=storage_bytes(static), step=recorder.steps[0], trace=trace.thinned())
 
 
-def _leave(ranks: Path, rank: int, recorder: Recorder, *, done: int, peak: int | None = None) -> None:
-    """Write down what is recorded so far, so that a run that fails later keeps it."""
-    steps = [asdict(record) for record in recorder.steps]
-    record = {"host": socket.gethostname(), "done": done, "steps": steps, "peak_memory_bytes": peak}
-    write_text(ranks / f"rank{rank}.json", json.dumps(record))
+def _gather_from_machines(arguments: argparse.Namespace, plan: Plan, record: RankRecord) -> None:
+    records: list[RankRecord | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(record, records)
+    for one in records or ():
+        if one is not None:
+            one.save(arguments.run)
+    if records:
+        gather(plan, arguments.run, device=arguments.device, engine=arguments.engine, stretch=arguments.stretch)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The run directory: everything about one execution of a plan, readable on any machine.
 
     runs/<utc>-<name>/
-      plan.yaml          the plan, with its scenario and profile
+      scenario.yaml, profile.json     what was asked, and what each layer costs
+      plan.yaml          the plan, which holds both, to stand alone
       predicted.json     what was expected: the keys of `simulate --json`
       measured.json      what happened: every recorded step, rank by rank
       environment.json   where: host, versions, device
@@ -28,7 +29,7 @@ from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, 
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
 from gpipe_sim.schedule import rank_actions
-from gpipe_sim.step import RankTimeline, Step
+from gpipe_sim.step import MemoryCurve, RankTimeline, Step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,9 +39,24 @@ class Measured:
     device: str
     engine: str
     steps: tuple[Step, ...]
-    """After warm-up, times relative to each step's first action."""
+    """After warm-up, times relative to each step's first action, in the plan's own seconds."""
+    stretch: float = 1.0
+    """How many times slower than the plan a rehearsal ran; its times are divided by it."""
     peak_memory_bytes: tuple[int, ...] | None = None
     """Per rank, from the allocator in a step of its own; None where that step did not finish."""
+    memory: tuple[MemoryCurve, ...] | None = None
+    """What the allocator held over that step, laid over the median step; one part, `allocated`."""
+
+    @property
+    def how(self) -> str:
+        """How it was executed, in words."""
+        if self.device != "rehearse":
+            return f"Executed on {self.device} by the {self.engine} engine."
+        return (
+            "A rehearsal: the engine, its processes and its waiting are real. Layers take their profiled time and hold "
+            "their profiled bytes without computing; messages carry at most 64 KiB, and arrive when the plan's links "
+            f"would have delivered all of it. It ran {self.stretch:.4g} times slower; times are divided by that."
+        )
 
 
 class _RankEntry(Strict):
@@ -51,12 +67,19 @@ class _RankEntry(Strict):
     send_end_s: list[float | None]
 
 
+class _CurveEntry(Strict):
+    times_s: Annotated[list[float], Field(min_length=1)]
+    allocated_bytes: list[float]
+
+
 class _MeasuredFile(Strict):
     format: Literal["gpipe-measured-1"]
     device: str
     engine: str
+    stretch: Annotated[float, Field(gt=0)] = 1.0
     steps: Annotated[list[list[_RankEntry]], Field(min_length=1)]
     peak_memory_bytes: list[int] | None = None
+    memory: list[_CurveEntry] | None = None
 
 
 _COLUMNS = tuple(_RankEntry.model_fields)
@@ -85,11 +108,17 @@ def save_measured(measured: Measured, path: Path) -> None:
         "format": "gpipe-measured-1",
         "device": measured.device,
         "engine": measured.engine,
+        "stretch": measured.stretch,
         "steps": [
             [{name: column(getattr(timeline, name).tolist()) for name in _COLUMNS} for timeline in step.ranks]
             for step in measured.steps
         ],
         "peak_memory_bytes": list(measured.peak_memory_bytes) if measured.peak_memory_bytes else None,
+        "memory": [
+            {"times_s": curve.times.tolist(), "allocated_bytes": curve.total.tolist()} for curve in measured.memory
+        ]
+        if measured.memory
+        else None,
     }
     write_text(path, json.dumps(data))
 
@@ -111,9 +140,18 @@ def parse_measured(document: Document, plan: Plan) -> Measured:
         raise InputError(problems_of(error, document, ())) from error
     actions = rank_actions(plan)
     for index, step in enumerate(content.steps):
-        if [len(entry.start_s) for entry in step] != [len(found) for found in actions]:
+        expected = [[len(found)] * len(_COLUMNS) for found in actions]
+        if [[len(getattr(entry, name)) for name in _COLUMNS] for entry in step] != expected:
             message = "has other actions than the plan, expected a row for each of its own"
             raise InputError([document.problem(("steps", index), message)])
+    for name in ("peak_memory_bytes", "memory"):
+        found = getattr(content, name)
+        if found is not None and len(found) != len(actions):
+            raise InputError([document.problem((name,), f"has {len(found)} entries, expected one for each rank")])
+    for index, curve in enumerate(content.memory or ()):
+        if len(curve.times_s) != len(curve.allocated_bytes):
+            message = "has times and bytes of different length, expected as many"
+            raise InputError([document.problem(("memory", index), message)])
     blocking = not plan.scenario.cluster.overlap
     steps = [
         Step(
@@ -130,9 +168,30 @@ def parse_measured(document: Document, plan: Plan) -> Measured:
         )
         for step in content.steps
     ]
-    peaks = tuple(content.peak_memory_bytes) if content.peak_memory_bytes else None
-    return Measured(device=content.device, engine=content.engine, steps=tuple(steps), peak_memory_bytes=peaks)
+    curves = [
+        MemoryCurve(times=np.array(entry.times_s), parts={"allocated": np.array(entry.allocated_bytes)})
+        for entry in content.memory or ()
+    ]
+    return Measured(
+        device=content.device,
+        engine=content.engine,
+        stretch=content.stretch,
+        steps=tuple(steps),
+        peak_memory_bytes=tuple(content.peak_memory_bytes) if content.peak_memory_bytes else None,
+        memory=tuple(curves) or None,
+    )
 
 
 def _array(values: Sequence[float | None]) -> Any:
     return np.array([math.nan if value is None else value for value in values])
+
+
+def past_errors(runs: Path) -> list[float]:
+    """Errors of step time, (predicted - measured) / measured, of the compared runs in a folder."""
+    errors = []
+    for path in sorted(runs.glob("*/compare.json")):
+        try:
+            errors.append(float(json.loads(path.read_text())["step_time"]["error"]))
+        except (OSError, ValueError, KeyError, TypeError):  # someone else's file
+            continue
+    return errors

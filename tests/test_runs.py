@@ -144,6 +144,15 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback(tmp_path):
     assert not workers_of(run)
 
 
+def test_a_worker_that_runs_out_of_memory_ends_the_run_with_what_it_asked_for(tmp_path):
+    run = tmp_path / "run"
+    done = gpipe("run", scenario_file(tmp_path, "starves"), "--device", "cpu", "--out", run, "--timeout", 20)
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert "memory" in done.stderr
+    assert not workers_of(run)
+
+
 def test_a_worker_that_is_killed_ends_the_run(tmp_path):
     run = tmp_path / "run"
     done = gpipe("run", scenario_file(tmp_path, "dies"), "--device", "cpu", "--out", run, "--timeout", 20)

@@ -16,6 +16,8 @@ from torch import nn
 from gpipe_exec import Pipeline
 
 BATCH, WIDTH, NUM_LAYERS, STEPS = 11, 6, 5, 3
+ON_GPU = os.environ.get("GPIPE_TEST_DEVICE") == "cuda"
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
 
 
 class Residual(nn.Module):
@@ -70,12 +72,12 @@ def reference(model: nn.Sequential):
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
 def check(model_of, history, **choices) -> None:
     plan = make(layer_costs([1.0] * NUM_LAYERS), **choices)
-    pipe = Pipeline(model_of(), plan, nn.functional.mse_loss)
+    pipe = Pipeline(model_of(), plan, nn.functional.mse_loss, device=DEVICE)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9) if pipe.parameters() else None
     for step, (loss, gradients, parameters) in enumerate(history):
         inputs, targets = batch(step)
@@ -96,8 +98,10 @@ def check(model_of, history, **choices) -> None:
 
 
 def main() -> None:
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if ON_GPU else "gloo")
     torch.set_num_threads(1)
     K = int(os.environ["WORLD_SIZE"])
     num_checked = 0

@@ -47,6 +47,10 @@ def raises():
     return _with_trouble(what)
 
 
+def starves():
+    return _with_trouble(lambda: torch.empty(2**60, dtype=torch.uint8))
+
+
 def dies():
     return _with_trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
 

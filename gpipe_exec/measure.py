@@ -1,0 +1,330 @@
+"""One rank's part in measuring a profile, started by torchrun.
+
+    python -m torch.distributed.run ... -m gpipe_exec.measure WORK_DIR      started by `profiler.measure_profile`
+
+Every rank, pinned to its core, runs its share of the layers as a stage would run its part: a few micro-batches
+forward, then backward in reverse, each layer timed by itself, and all ranks at the same time, because cores share
+caches and memory. A layer's cost is the median over repetitions and over layers that are built alike. Between
+neighbouring ranks the link is timed by ping-pong over several sizes, and a pipeline that does nothing but keep its
+cores busy tells what the engine itself costs.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpipe_exec.allocator import peak_bytes, peak_of_second, storage_bytes
+from gpipe_exec.calibrate import Overheads, calibrate
+from gpipe_exec.layers import Workload, build_workload
+from gpipe_exec.messages import Value, flatten, unflatten, wants_gradient
+from gpipe_exec.pipeline import default_device, pin_to_cores
+from gpipe_exec.worker import OPTIMIZERS, die_with_parent
+from gpipe_sim.catalog import Link
+from gpipe_sim.files import parse_yaml, write_text
+from gpipe_sim.profile import COLUMNS
+from gpipe_sim.scenario import Scenario
+from gpipe_sim.sweep import parse_scenario
+
+T = TypeVar("T")
+
+REPEATS, WARMUP = 9, 2
+WARMUP_S, MEASURED_S = 0.8, 1.0
+"""At least so long for each size: a core that was idle, and memory that was never touched, are slow at first."""
+IN_A_ROW = 4
+"""Micro-batches that go forward before the first goes backward."""
+
+
+def main() -> None:
+    """One rank's part of the measurement."""
+    die_with_parent()
+    work = Path(sys.argv[1])
+    request = json.loads((work / "request.json").read_text())
+    device = torch.device("cpu") if request["device"] == "cpu" else default_device()
+    if device.type == "cpu":
+        pin_to_cores()
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=300))
+    try:
+        document = parse_yaml("{}", request["file"])
+        document.data = request["scenario"]
+        (scenario,) = parse_scenario(document)
+        workload = build_workload(scenario)
+        workload.layers.to(device)
+        is_first = dist.get_rank() == 0
+        for size in request["sizes"]:
+            path = work / f"size{size}.json"
+            if _agree(path.is_file()):
+                continue
+            columns = _measure_size(workload, size, scenario.batch // size, device)
+            if is_first:
+                write_text(path, json.dumps(columns))
+        extras = _measure_extras(workload, scenario, device)
+        if is_first:
+            write_text(work / "extras.json", json.dumps(extras))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _agree(flag: bool) -> bool:
+    """Rank 0's answer, everywhere."""
+    told = torch.tensor([int(flag)], device=default_device() if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(told, src=0)
+    return bool(told)
+
+
+def _alike(layers: Sequence[nn.Module]) -> list[str]:
+    """What tells layers apart that cost differently: how they are built."""
+    return [repr(layer) + str([tuple(p.shape) for p in layer.parameters()]) for layer in layers]
+
+
+def _measure_size(workload: Workload, size: int, num_microbatches: int, device: torch.device) -> dict[str, list[float]]:
+    layers = list(workload.layers)
+    inputs, targets = (_to(value, device) for value in workload.sample(size))
+    share = _share(len(layers))
+    with torch.no_grad():
+        boundary = workload.layers[: share.start](inputs)
+    in_a_row = max(1, min(IN_A_ROW, num_microbatches))
+    times: list[dict[int, tuple[float, float]]] = []
+    for seconds, repeats in ((WARMUP_S, 2), (MEASURED_S, -(-REPEATS // in_a_row))):
+        times.clear()  # what was measured while warming up
+        began = time.perf_counter()
+        while len(times) < repeats * in_a_row or _agree(time.perf_counter() - began < seconds):
+            dist.barrier()
+            times += _timed_passes(workload, share, boundary, targets, in_a_row, device)
+    gathered = [one for rank in _from_all_ranks(times) for one in rank]
+    names = _alike(layers)
+    pooled: dict[str, list[tuple[float, float]]] = {}
+    for one in gathered:
+        for index, pair in one.items():
+            pooled.setdefault(names[index], []).append(pair)
+    columns = {
+        "forward_s": [statistics.median(forward for forward, _ in pooled[name]) for name in names],
+        "backward_s": [statistics.median(backward for _, backward in pooled[name]) for name in names],
+        "spread": [_relative_spread([sum(pair) for pair in pooled[name]]) for name in names],
+    }
+    columns |= _memory_of_layers(layers, inputs, targets, workload, device)
+    workload.layers.zero_grad(set_to_none=True)
+    return columns
+
+
+def _share(num_layers: int) -> range:
+    """This rank's layers; all of them where there are fewer than ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world > num_layers:
+        return range(num_layers)
+    return range(num_layers * rank // world, num_layers * (rank + 1) // world)
+
+
+def _timed_passes(
+    workload: Workload, share: range, boundary: Value, targets: Any, count: int, device: torch.device
+) -> list[dict[int, tuple[float, float]]]:
+    """Of each micro-batch, layer -> seconds of its forward and backward, the loss counted with the last layer."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    last = len(workload.layers) - 1
+    forward: list[dict[int, float]] = []
+    graphs: list[list[tuple[int, Value, Value]]] = []
+    for _ in range(count):
+        value = boundary
+        forward.append({})
+        graphs.append([])
+        for index in share:
+            leaves = _leaves(value, first=index == 0)
+            begin = now()
+            output = workload.layers[index](leaves)
+            if index == last:
+                output = workload.loss(output, targets)
+            forward[-1][index] = now() - begin
+            graphs[-1].append((index, leaves, output))
+            value = output
+    found: list[dict[int, tuple[float, float]]] = []
+    for seconds, graph in zip(reversed(forward), reversed(graphs), strict=True):
+        found.append({})
+        gradients = [torch.ones_like(t) for t in flatten(graph[-1][2])[0] if wants_gradient(t)]
+        while graph:
+            index, leaves, output = graph.pop()
+            outputs = [t for t in flatten(output)[0] if wants_gradient(t)]
+            pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+            begin = now()
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            found[-1][index] = (seconds[index], now() - begin)
+            gradients = [
+                t.grad if t.grad is not None else torch.zeros_like(t) for t in flatten(leaves)[0] if wants_gradient(t)
+            ]
+            del output, outputs, pairs
+    return found
+
+
+def _leaves(value: Value, *, first: bool) -> Value:
+    tensors, nesting = flatten(value)
+    return unflatten(nesting, [t.detach().requires_grad_(wants_gradient(t) and not first) for t in tensors])
+
+
+def _to(value: Value, device: torch.device) -> Value:
+    tensors, nesting = flatten(value)
+    return unflatten(nesting, [tensor.to(device) for tensor in tensors])
+
+
+def _from_all_ranks(mine: T) -> list[T]:
+    """Every rank's."""
+    gathered: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return [one for one in gathered if one is not None]
+
+
+def _relative_spread(seconds: list[float]) -> float:
+    lower, middle, upper = np.percentile(seconds, [25, 50, 75])
+    return float((upper - lower) / middle) if middle > 0 else 0.0
+
+
+def _memory_of_layers(
+    layers: Sequence[nn.Module], inputs: Value, targets: Any, workload: Workload, device: torch.device
+) -> dict[str, list[float]]:
+    """What remains after each forward, what crosses a cut behind it, and the transient peaks of each pass."""
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS if name.endswith("bytes")}
+    value = inputs
+    for index, layer in enumerate(layers):
+        is_last = index == len(layers) - 1
+
+        def run(layer: nn.Module = layer, is_last: bool = is_last, given: Value = None) -> Value:
+            output = layer(given)
+            return workload.loss(output, targets) if is_last else output
+
+        leaves = _leaves(value, first=index == 0)
+        given = flatten(leaves)[0]
+        with torch.no_grad():
+            no_grad, output = peak_bytes(device, lambda run=run, leaves=leaves: run(given=leaves))  # type: ignore[misc]
+        crossing = storage_bytes(flatten(output)[0])
+        del output
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            forward, output = peak_bytes(device, lambda run=run, leaves=leaves: run(given=leaves))  # type: ignore[misc]
+        known = {t.untyped_storage().data_ptr() for t in [*given, *layer.parameters(), *layer.buffers()]}
+        remaining = [t for t in [*saved, *flatten(output)[0]] if t.untyped_storage().data_ptr() not in known]
+        remains = storage_bytes(remaining)
+        saved.clear()
+        del remaining, output
+        layer.zero_grad(set_to_none=True)
+        again = partial(run, given=leaves)
+        backward, output = peak_of_second(device, again, _backward)
+        for tensor in given:
+            tensor.grad = None
+        adding, output = peak_of_second(device, again, _backward)
+        outputs = [t for t in flatten(output)[0] if t.requires_grad]
+        entering, leaving = storage_bytes(outputs), storage_bytes([t for t in given if t.requires_grad])
+        parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+        columns["saved_bytes"].append(remains)
+        columns["output_bytes"].append(0 if is_last else crossing)
+        columns["workspace_no_grad_bytes"].append(max(0, no_grad - crossing))
+        columns["workspace_forward_bytes"].append(max(0, forward - remains))
+        columns["workspace_backward_bytes"].append(backward - entering - leaving - parameters if outputs else 0)
+        columns["workspace_accumulate_bytes"].append(adding - entering - leaving - parameters if outputs else 0)
+        value = output
+    return columns
+
+
+def _backward(output: Value) -> None:
+    outputs = [t for t in flatten(output)[0] if t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def _measure_extras(workload: Workload, scenario: Scenario, device: torch.device) -> dict[str, Any]:
+    layers = list(workload.layers)
+    inputs, _ = workload.sample(1)
+    link = _measure_link(device)
+    # On a GPU the host runs ahead of the device, which hides what the engine does.
+    overheads = calibrate(link, asleep=False) if device.type == "cpu" else Overheads(0.0, 0.0)
+    return {
+        "names": [f"{index}:{type(layer).__name__}" for index, layer in enumerate(layers)],
+        "parameter_bytes": [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers],
+        "optimizer_s": _optimizer_seconds(layers, scenario),
+        "input_bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in flatten(inputs)[0])),
+        "link": link and {"bandwidth": link.bandwidth, "latency": link.latency},
+        "overheads": list(overheads),
+        "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": dist.get_world_size()},
+    }
+
+
+def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario) -> list[float]:
+    """Each layer's share, by its parameters, of one update of the whole model."""
+    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    if not parameters:
+        return [0.0] * len(layers)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = OPTIMIZERS[scenario.optimizer](parameters)
+    seconds = []
+    for repeat in range(WARMUP + REPEATS):  # the first makes the optimizer's state
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.step()
+        if repeat >= WARMUP:
+            seconds.append(time.perf_counter() - begin)
+    whole = statistics.median(one for rank in _from_all_ranks(seconds) for one in rank)
+    return [whole * count / sum(counts) for count in counts]
+
+
+def _measure_link(device: torch.device) -> Link | None:
+    """Latency and bandwidth between neighbouring ranks, by ping-pong over several sizes: medians over all pairs."""
+    world = dist.get_world_size()
+    if world < 2:
+        return None
+    sizes = [2**n for n in range(10, 25, 2)]
+    seconds = [statistics.median(_ping_pong(size, first, device) for first in range(world - 1)) for size in sizes]
+    latency = seconds[0]
+    bandwidth = sizes[-1] / max(seconds[-1] - latency, 1e-9)
+    told = torch.tensor([bandwidth, latency], dtype=torch.double, device=device)
+    dist.broadcast(told, src=0)
+    return Link(name="measured", bandwidth=float(told[0]), latency=float(told[1]))
+
+
+def _ping_pong(size: int, first: int, device: torch.device) -> float:
+    """Seconds one way between two neighbours, receives posted ahead, the median of several exchanges; told to all."""
+    rank, seconds = dist.get_rank(), [0.0]
+    out, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    dist.barrier()
+    if rank in (first, first + 1):
+        peer = first + 1 if rank == first else first
+        seconds = []
+        for _ in range(9):
+            begin = time.perf_counter()
+            receive = dist.irecv(back, peer)
+            assert receive is not None, "both ranks belong to the group"
+            if rank == first:
+                dist.send(out, peer)
+            receive.wait()
+            if rank != first:
+                dist.send(out, peer)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append((time.perf_counter() - begin) / 2)
+    told = torch.tensor([statistics.median(seconds)], dtype=torch.double, device=device)
+    dist.broadcast(told, src=first)
+    return float(told)
+
+
+if __name__ == "__main__":
+    main()
