@@ -4,15 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test check bench dashboard figures browser clean
+.PHONY: help setup demo test check bench peers dashboard figures browser clean
 
 help:
 	@echo "make demo       set up, then plan on this machine, ending in a report to open"
-	@echo "make test       set up, then every test"
+	@echo "make test       set up, then every test, on two cores"
 	@echo "make check      formatting, lint and types"
-	@echo "make bench      speed, side by side with peers"
+	@echo "make bench      speed, side by side with peers, and accuracy; half an hour, with nothing else running"
 	@echo "make figures    draw the pictures of the README again"
-	@echo "make dashboard  (not built yet)"
+	@echo "make dashboard  explore plans in a browser"
 	@echo "make clean      remove the environment and everything made"
 
 setup: $(VENV)/.ready
@@ -22,28 +22,39 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		{ echo "gpipe-planner needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
 	@echo "setting up $(VENV) (once, a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report,exec,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report,dashboard,exec,dev]'
 	@touch $@
 
 demo: setup
 	@$(BIN)/gpipe demo
 
 test: setup browser
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-bench: setup
-	$(BIN)/python benchmarks/simulator.py
+BENCHMARKS := simulator planner cuts execution accuracy regret
+
+bench: setup peers
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
+		[ -z "$$failed" ] || { echo "a goal was missed in:$$failed"; exit 1; }
+
+# Engines to measure beside ours. Whatever they say they need, they get the torch that is there.
+peers: $(VENV)/.peers
+
+$(VENV)/.peers: $(VENV)/.ready
+	@{ $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt \
+		torchgpipe fairscale && touch $@; } || \
+		echo "torchgpipe and fairscale cannot be installed: the benchmark will leave them out"
 
 figures: setup browser
 	$(BIN)/python docs/figures.py
 
-dashboard:
-	@echo "the dashboard is not built yet; 'make demo' writes a report to open in a browser"; exit 1
+dashboard: setup
+	@$(BIN)/gpipe dashboard
 
 # Tests of the report drive a real browser. Where it can be installed without asking, it is; elsewhere they are skipped.
 browser:

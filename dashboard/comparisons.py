@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from dashboard.figures import gantt
-from dashboard.style import INK, NO_LEGEND, figure, time_unit
+from dashboard.style import INK, NO_LEGEND, figure, memory_unit, rank_shades, time_unit
 from gpipe_sim import palette
 from gpipe_sim.compare import PARTS, Comparison
 from gpipe_sim.metrics import step_time_s
@@ -49,6 +49,31 @@ def residuals(predicted: Step, measured: Sequence[Step]) -> go.Figure:
         x={"title": {"text": f"predicted start, {unit}"}},
         y={"title": {"text": "measured - predicted, ms"}},
     )
+
+
+def memory(comparison: Comparison) -> go.Figure:
+    """Bytes of each rank over time: what the model says, and what the allocator held."""
+    predicted, measured = comparison.prediction.step, comparison.measured.memory or ()
+    end = max(step_time_s(predicted), step_time_s(comparison.typical))
+    most = max(curve.peak_bytes for curve in (*predicted.memory, *measured))
+    (scale, unit), (size, bytes_unit) = time_unit(end), memory_unit(most)
+    shades = rank_shades(len(predicted.ranks))
+    traces = []
+    for curves, how, dash in ((predicted.memory, "predicted", "solid"), (measured, "measured", "dot")):
+        for timeline, curve, shade in zip(predicted.ranks, curves, shades, strict=True):
+            name = f"rank {timeline.rank}, {how}"
+            traces.append(
+                go.Scatter(
+                    x=np.append(curve.times, max(end, curve.times[-1])) / scale,
+                    y=np.append(curve.total, curve.total[-1]) / size,
+                    mode="lines",
+                    line={"shape": "hv", "width": 1.5, "color": shade, "dash": dash},
+                    name=name,
+                    hovertemplate=f"{name}: %{{y:.2f}} {bytes_unit} at %{{x:.4~g}} {unit}<extra></extra>",
+                )
+            )
+    y = {"title": {"text": f"memory, {bytes_unit}"}, "rangemode": "tozero"}
+    return figure(*traces, height=380, x={"title": {"text": f"time, {unit}"}}, y=y)
 
 
 def attribution(comparison: Comparison) -> go.Figure:

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import sample_colorscale
 
-from dashboard.style import INK, MAX_TICKS, NO_LEGEND, figure, limit_line, memory_unit, time_unit
+from dashboard.style import INK, MAX_TICKS, NO_LEGEND, figure, limit_line, memory_unit, rank_shades, time_unit
 from gpipe_sim import palette
 from gpipe_sim.explain import LABELS
 from gpipe_sim.metrics import step_time_s
@@ -153,7 +152,7 @@ def memory_over_time(step: Step, limit_bytes: float) -> go.Figure:
     most, end = max(curve.peak_bytes for curve in step.memory), step_time_s(step)
     (scale, unit), (size, bytes_unit) = time_unit(end), memory_unit(most)
     kind = go.Scattergl if sum(len(curve.times) for curve in step.memory) > 5 * MAX_BARS else go.Scatter
-    shades = sample_colorscale("Viridis", np.linspace(0.35, 0.9, len(step.ranks)))
+    shades = rank_shades(len(step.ranks))
     traces = [
         kind(
             x=np.append(curve.times, max(end, curve.times[-1])) / scale,

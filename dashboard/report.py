@@ -39,7 +39,7 @@ def report_page(predictions: Sequence[Prediction], title: str) -> str:
         body.plan(best)
     body.add("<h2>Assumptions</h2>")
     for (_, name), group in groups.items():
-        items = "".join(f"<li>{escape(line)}</li>" for line in _assumptions(group))
+        items = "".join(f"<li>{escape(line)}</li>" for line in assumptions(group))
         body.add(f"<h3>{escape(name)}</h3><ul>{items}</ul>")
     return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
 
@@ -81,7 +81,10 @@ def comparison_page(comparison: Comparison) -> str:
         "Of every action: its measured time, the median over steps, less the predicted one.",
     )
     body.add(f'<div class="pair">{shares}{rest}</div>')
-    body.add(f"<p>Executed on {escape(measured.device)} by the {escape(measured.engine)} engine.</p>")
+    if measured.memory:
+        caption = "Solid: the model. Dotted: the allocator, in a step of its own laid over the median step."
+        body.add(body.figure(comparisons.memory(comparison), "memory", "Memory over time", caption))
+    body.add(f"<p>{escape(measured.how)}</p>")
     title = f"{plan.scenario.name}: predicted and measured"
     return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
 
@@ -138,7 +141,7 @@ class _Page:
         self.add(f'<p class="verdict">{escape(prediction.verdict)}</p>')
         numbers = "".join(
             f'<div class="number {kind}"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
-            for name, value, note, kind in _key_numbers(prediction)
+            for name, value, note, kind in key_numbers(prediction)
         )
         self.add(f'<dl class="numbers">{numbers}</dl>')
         jitter = plan.scenario.cluster.jitter
@@ -158,7 +161,7 @@ class _Page:
         self.add(f'<div class="pair">{waterfall}{busy}</div><div class="pair">{over_time}{parts}</div>')
 
 
-def _key_numbers(prediction: Prediction) -> Iterator[tuple[str, str, str, str]]:
+def key_numbers(prediction: Prediction) -> Iterator[tuple[str, str, str, str]]:
     """Name, value, note and CSS class of each."""
     plan, peak = prediction.plan, max(prediction.peak_memory_bytes)
     note = f"K = {plan.num_stages}, M = {plan.num_microbatches}, {plan.schedule}"
@@ -212,7 +215,7 @@ def _table(groups: Sequence[Sequence[Prediction]]) -> str:
     )
 
 
-def _assumptions(group: Sequence[Prediction]) -> Iterator[str]:
+def assumptions(group: Sequence[Prediction]) -> Iterator[str]:
     """What the numbers rest on, one sentence each."""
     plans = [prediction.plan for prediction in group]
     scenario, profile = plans[0].scenario, plans[0].profile

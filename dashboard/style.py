@@ -7,7 +7,9 @@ time axis counts in the unit of the longest time on it, a memory axis likewise; 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from gpipe_sim import palette
 from gpipe_sim.units import format_bytes
@@ -19,6 +21,12 @@ CONFIG: Mapping[str, Any] = {
     "modeBarButtonsToRemove": ["sendChartToCloud"],
 }
 """Of every figure: no logo, and no button that would upload the chart."""
+
+
+def graph_config() -> Any:
+    """`CONFIG` as a graph takes it."""
+    return dict(CONFIG)
+
 
 INK, RULE = "#808080", "rgba(128,128,128,0.25)"
 NO_LEGEND: Mapping[str, int] = {"l": 10, "r": 16, "t": 12, "b": 10}
@@ -59,6 +67,12 @@ def time_unit(longest_s: float) -> tuple[float, str]:
 def memory_unit(most_bytes: float) -> tuple[float, str]:
     """The unit in which the largest amount is at least one: its size in bytes, and its name."""
     return next(((2.0**n, unit) for n, unit in ((30, "GiB"), (20, "MiB")) if most_bytes >= 2**n), (2.0**10, "KiB"))
+
+
+def rank_shades(num_ranks: int) -> list[str]:
+    """A colour for each rank, dark to light; never so dark or so light that it is lost on the page."""
+    shades: list[str] = sample_colorscale("Viridis", np.linspace(0.35, 0.9, num_ranks))
+    return shades
 
 
 def limit_line(limit_bytes: float, most_bytes: float, ends: Sequence[float], size: float) -> go.Scatter:

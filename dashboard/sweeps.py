@@ -105,6 +105,8 @@ def time_memory(predictions: Sequence[Prediction], limit_bytes: float | None = N
             "y": [max(prediction.peak_memory_bytes) / size for prediction in found],
             "hovertext": list(map(_describe, found)),
             "hovertemplate": "%{hovertext}<extra></extra>",
+            # What a click on a point chooses.
+            "customdata": [[p.plan.num_stages, p.plan.num_microbatches, p.plan.checkpoint[0]] for p in found],
         }
 
     fitting = [prediction for prediction in predictions if prediction.fits]
@@ -173,3 +175,89 @@ def sweep_lines(predictions: Sequence[Prediction]) -> go.Figure:
         xaxis2_title=escape(field), yaxis_title=f"step time, {unit}", yaxis2={"title": "bubble", "tickformat": ".0%"}
     )
     return chart
+
+
+# --- along one knob, for the page ------------------------------------------------------------------------------------
+
+
+def knee(bandwidths: Sequence[float], step_times_s: Sequence[float], tolerance: float = 0.05) -> float | None:
+    """The lowest bandwidth, of ascending ones, from which on a step is within 5 % of the fastest."""
+    fastest_s = min(step_times_s)
+    slow = [
+        bandwidth
+        for bandwidth, seconds in zip(bandwidths, step_times_s, strict=True)
+        if seconds > fastest_s * (1 + tolerance)
+    ]
+    later = [bandwidth for bandwidth in bandwidths if not slow or bandwidth > max(slow)]
+    return min(later) if slow and later else None
+
+
+def by_bandwidth(bandwidths: Sequence[float], predictions: Sequence[Prediction]) -> go.Figure:
+    """Step time against a link's bandwidth, with the knee marked."""
+    times = [prediction.step_time_s for prediction in predictions]
+    size, unit = time_unit(max(times))
+    marker = {"size": 7, "color": [palette.KINDS["F"] if p.fits else palette.CRITICAL for p in predictions]}
+    traces = [
+        go.Scatter(
+            x=[bandwidth / 1e9 for bandwidth in bandwidths],
+            y=[seconds / size for seconds in times],
+            mode="lines+markers",
+            line={"color": palette.KINDS["F"]},
+            marker=marker,
+            name="step time",
+            hovertext=list(map(_describe, predictions)),
+            hovertemplate="%{x:.4~g} GB/s<br>%{hovertext}<extra></extra>",
+        )
+    ]
+    if (bend := knee(bandwidths, times)) is not None:
+        traces.append(
+            go.Scatter(
+                x=[bend / 1e9] * 2,
+                y=[0, max(times) / size],
+                mode="lines",
+                line={"color": INK, "dash": "dot"},
+                name=f"knee, {bend / 1e9:.3g} GB/s",
+                hoverinfo="name",
+            )
+        )
+    x = {"title": {"text": "bandwidth, GB/s"}, "type": "log"}
+    return figure(*traces, height=340, x=x, y={"title": {"text": f"step time, {unit}"}, "rangemode": "tozero"})
+
+
+def bubble_by_microbatches(predictions: Sequence[Prediction]) -> go.Figure:
+    """The bubble and its closed form against M."""
+    counts = [prediction.plan.num_microbatches for prediction in predictions]
+    lines = [
+        ("bubble", [p.bubble_fraction for p in predictions], {"color": palette.KINDS["B"]}),
+        ("(K-1)/(M+K-1)", [p.bubble_ideal for p in predictions], {"color": INK, "dash": "dot"}),
+    ]
+    traces = [
+        go.Scatter(x=counts, y=y, mode="lines+markers", line=line, name=name, hovertemplate="M = %{x}: %{y:.2%}")
+        for name, y, line in lines
+    ]
+    y = {"title": {"text": "bubble"}, "tickformat": ".0%", "rangemode": "tozero"}
+    return figure(*traces, height=340, x={"title": {"text": "micro-batches M"}, "type": "log"}, y=y)
+
+
+def memory_by_microbatches(predictions: Sequence[Prediction], limit_bytes: float) -> go.Figure:
+    """The fullest rank's peak against M, a line for each checkpoint mode."""
+    most = max(max(prediction.peak_memory_bytes) for prediction in predictions)
+    size, unit = memory_unit(most)
+    colors = {"never": palette.KINDS["B"], "except_last": palette.KINDS["R"], "always": palette.KINDS["F"]}
+    traces: list[go.Scatter] = []
+    for mode, color in colors.items():
+        found = [prediction for prediction in predictions if set(prediction.plan.checkpoint) == {mode}]
+        traces.append(
+            go.Scatter(
+                x=[prediction.plan.num_microbatches for prediction in found],
+                y=[max(prediction.peak_memory_bytes) / size for prediction in found],
+                mode="lines+markers",
+                line={"color": color},
+                name=mode,
+                hovertemplate=f"M = %{{x}}, {mode}: %{{y:.3~g}} {unit}<extra></extra>",
+            )
+        )
+    counts = [prediction.plan.num_microbatches for prediction in predictions]
+    traces.append(limit_line(limit_bytes, most, (min(counts), max(counts)), size))
+    y = {"title": {"text": f"peak memory, {unit}"}, "rangemode": "tozero"}
+    return figure(*traces, height=340, x={"title": {"text": "micro-batches M"}, "type": "log"}, y=y)

@@ -1,6 +1,5 @@
 """The figures say what the step says, and a real browser opens the report without a network."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page, Playwright, expect
+from playwright.sync_api import Browser, Page, expect
 
 from dashboard import figures, sweeps
 from dashboard.report import comparison_page, report_page
@@ -21,8 +20,6 @@ from gpipe_sim.predict import Prediction, fastest, pareto, predict
 from gpipe_sim.runs import Measured
 from gpipe_sim.simulate import simulate
 from gpipe_sim.sweep import parse_scenario
-
-CHROMIUM = Path("/usr/bin/chromium")
 
 
 def predictions(
@@ -206,17 +203,6 @@ def test_sweep_lines_refuse_a_sweep_over_two_fields(grid):
 
 
 # --- the page, in a browser ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium(playwright: Playwright) -> Iterator[Browser]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"{CHROMIUM} is not installed, and the report is tested in a real browser")
-    arguments = ["--disable-gpu", "--disable-background-networking", "--enable-unsafe-swiftshader"]  # WebGL on the CPU
-    arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
-    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

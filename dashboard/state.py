@@ -1,0 +1,239 @@
+"""What is on screen, as a value: a scenario and the settings that knobs have put on top of it.
+
+The address of the page holds it, so that a link reproduces the view and two browsers never share anything:
+
+    ?scenario=demo&set=plan.stages=4&set=plan.microbatches=16          a scenario that the server offers
+    ?text=eJx...&set=plan.stages=4                                     one that was uploaded or edited, compressed
+
+A scenario that came from the browser may not name files of the server: neither a profile nor a python function.
+"""
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from gpipe_sim.files import Document, InputError, Problem, parse_yaml, read_text
+from gpipe_sim.plan import Plan, make_plan
+from gpipe_sim.planfile import is_plan
+from gpipe_sim.predict import Prediction, fastest, predict, predict_all
+from gpipe_sim.scenario import Scenario
+from gpipe_sim.search import Space, space_of
+from gpipe_sim.sweep import parse_scenario
+
+MAX_TEXT = 200_000
+"""Characters of a scenario that comes from a browser."""
+MAX_PLANS = 2000
+"""Of a sweep that comes from a browser."""
+PINS = ("a", "b")
+
+
+@dataclass(frozen=True)
+class Library:
+    """The scenarios that the server offers, by name."""
+
+    files: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, *folders: Path) -> "Library":
+        """Every scenario file in these folders; of two with one name the later folder's."""
+        return cls({path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))})
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.files.items()))
+
+
+@dataclass(frozen=True)
+class State:
+    """A scenario, by name or by its text, and ``path -> value`` settings, as YAML, in the order they were made."""
+
+    scenario: str = ""
+    text: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """Pinned plans, each as the query of its own state."""
+
+    def __hash__(self) -> int:
+        return hash((self.scenario, self.text, tuple(self.settings.items())))
+
+    def to_query(self, *, with_pins: bool = True) -> str:
+        """The address's query, with its question mark."""
+        named = [("scenario", self.scenario)] if self.scenario else [("text", _packed(self.text))]
+        pins = list(self.pins.items()) if with_pins else []
+        return "?" + urlencode([*named, *(("set", f"{path}={value}") for path, value in self.settings.items()), *pins])
+
+    @classmethod
+    def from_query(cls, query: str | None, default: str) -> "State":
+        """The state of an address; the default scenario where it says nothing."""
+        pairs = parse_qsl((query or "").lstrip("?"), keep_blank_values=True)
+        last = dict(pairs)
+        settings = dict(value.partition("=")[::2] for key, value in pairs if key == "set")
+        pins = {pin: last[pin] for pin in PINS if pin in last}
+        if "text" in last:
+            return cls(text=_unpacked(last["text"]), settings=settings, pins=pins)
+        return cls(scenario=last.get("scenario", default), settings=settings, pins=pins)
+
+    def with_settings(self, **changes: str | None) -> "State":
+        """With these fields set; None takes a setting back. Dots in names are written as double underscores."""
+        settings = dict(self.settings)
+        for name, value in changes.items():
+            path = name.replace("__", ".")
+            settings.pop(path, None)
+            if value is not None:
+                settings[path] = value
+        return replace(self, settings=settings)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as `--set` takes them."""
+        return [f"{path}={value}" for path, value in self.settings.items()]
+
+
+def _packed(text: str) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
+
+
+def _unpacked(packed: str) -> str:
+    """Never more than a scenario may have, whatever it claims to hold."""
+    try:
+        data = base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4))
+        return zlib.decompressobj().decompress(data, MAX_TEXT).decode()
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise InputError(
+            [Problem("address", "text", "is not a scenario, expected a link made by this page")]
+        ) from error
+
+
+# --- from a state to plans -----------------------------------------------------------------------------------------
+
+
+def document_of(state: State, library: Library) -> Document:
+    """The scenario as it was written, without settings."""
+    if state.text:
+        return _from_browser(state.text)
+    if state.scenario not in library.files:
+        raise InputError([Problem("address", "scenario", f"there is none called {state.scenario!r}")])
+    path = library.files[state.scenario]
+    return parse_yaml(read_text(path), str(path))
+
+
+def _from_browser(text: str) -> Document:
+    if len(text) > MAX_TEXT:
+        raise InputError([Problem("scenario.yaml", "", f"has more than {MAX_TEXT} characters")])
+    document = parse_yaml(text, "scenario.yaml")
+    data = document.data if isinstance(document.data, dict) else {}
+    model = data.get("model")
+    problems = []
+    if is_plan(document):
+        problems.append(document.problem((), "is a plan, expected a scenario; `gpipe simulate` reads plans"))
+    if "profile" in data:
+        problems.append(document.problem(("profile",), "files of the server are not read for an uploaded scenario"))
+    if isinstance(model, dict) and model.get("kind") in ("python", "profile"):
+        message = f"kind {model['kind']} names files of the server, which are not read for an uploaded scenario"
+        problems.append(document.problem(("model", "kind"), message))
+    if problems:
+        raise InputError(problems)
+    return document
+
+
+def points(state: State, library: Library, *more: str) -> Sequence[Scenario]:
+    """The scenario's points under the state's settings and more."""
+    document = document_of(state, library)
+    if state.text and any(path.split(".")[0] in ("profile", "model") for path in state.settings):
+        raise InputError([Problem("address", "set", "the model of an uploaded scenario is set in its text only")])
+    found = parse_scenario(document, *state.overrides, *more)
+    if len(found) > MAX_PLANS:
+        raise InputError([Problem(document.file, "", f"has {len(found)} plans, expected at most {MAX_PLANS} here")])
+    return found
+
+
+@lru_cache(maxsize=64)
+def current(state: State, library: Library) -> Prediction:
+    """The plan on screen: the only point of the state, or the fastest of its sweep."""
+    found = points(state, library)
+    plans = [make_plan(point) for point in found]
+    if len(plans) == 1:
+        return predict(plans[0], keep_step=True)
+    return fastest(predict_all(plans))
+
+
+def settled(state: State, library: Library) -> State:
+    """The state whose only point is the plan on screen: what was swept is set to the fastest's values."""
+    best = current(state, library)
+    swept = {path: _as_yaml(value) for path, value in best.plan.scenario.swept.items()}
+    return replace(state, settings={**state.settings, **swept})
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, str | int | float | bool):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return json.dumps(value)  # which YAML reads, on one line
+
+
+def explore(state: State, library: Library, grid: Mapping[str, Iterable[object]]) -> list[Prediction]:
+    """The state with every combination of these values; combinations that make no plan are left out."""
+    plans = list(_plans(settled(state, library), library, grid))
+    return list(predict_all(plans))
+
+
+def _plans(state: State, library: Library, grid: Mapping[str, Iterable[object]]) -> Iterator[Plan]:
+    document = document_of(state, library)
+    for values in product(*grid.values()):
+        chosen = [f"{path}={value}" for path, value in zip(grid, values, strict=True)]
+        try:
+            (point,) = parse_scenario(document, *state.overrides, *chosen)
+            plan = make_plan(point)
+        except InputError:
+            continue
+        swept = dict(zip(grid, values, strict=True))
+        yield replace(plan, scenario=replace(point, swept=swept))
+
+
+def open_space(state: State, library: Library) -> Space:
+    """What the search may choose for the scenario on screen: everything under ``plan:`` but how messages travel."""
+    document = document_of(state, library)
+    kept = {key: value for key, value in (document.data.get("plan") or {}).items() if key in ("window", "backward")}
+    document.data = document.data | {"plan": kept}
+    others = [f"{path}={value}" for path, value in state.settings.items() if not path.startswith("plan.")]
+    return space_of(list(parse_scenario(document, *others)))
+
+
+def with_plan(state: State, plan: Plan) -> State:
+    """The state whose settings are this plan's choices."""
+    others = {path: value for path, value in state.settings.items() if not path.startswith("plan.")}
+    same = len(set(plan.checkpoint)) == 1
+    chosen = {
+        "plan.stages": plan.num_stages,
+        "plan.microbatches": plan.num_microbatches,
+        "plan.schedule": plan.schedule,
+        "plan.recompute": plan.recompute,
+        "plan.balance": list(plan.balance),
+        "plan.checkpoint": plan.checkpoint[0] if same else {"per_stage": list(plan.checkpoint)},
+    }
+    return replace(state, settings=others | {path: _as_yaml(value) for path, value in chosen.items()})
+
+
+def command(state: State, library: Library, verb: str, *options: str) -> str:
+    """What to type for what is on screen."""
+    name = _relative(library.files[state.scenario]) if state.scenario in library.files else "scenario.yaml"
+    settings = [f"--set {_quoted(override)}" for override in state.overrides]
+    return " ".join(["gpipe", verb, _quoted(name), *settings, *options])
+
+
+def _relative(path: Path) -> str:
+    """As it would be typed where the server was started."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _quoted(word: str) -> str:
+    return word if all(c.isalnum() or c in "._-=/+:" for c in word) else "'" + word.replace("'", "'\\''") + "'"
