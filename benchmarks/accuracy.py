@@ -1,0 +1,218 @@
+"""How right are predictions? Profile, predict a grid that was not profiled, run it for real, and compare.
+
+    python benchmarks/accuracy.py                on two cores, about ten minutes, with nothing else running
+    python benchmarks/accuracy.py --quick        a few points, to see that it works
+
+A profile of a small transformer predicts every K, M, checkpoint mode and balance; nothing is fitted to the run that it
+predicts. The speed of shared cores drifts from minute to minute, so profiles are taken in turn with the runs, and a run
+is predicted from the mean of those taken before and after it. The spread within runs is printed beside the errors: no
+prediction can be expected to be closer than a run is to itself.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from gpipe_exec.launch import Settings, execute
+from gpipe_exec.profiler import measure_profile
+from gpipe_exec.rehearsal import default_stretch
+from gpipe_sim.compare import Comparison, compare_run
+from gpipe_sim.plan import Plan, make_plan
+from gpipe_sim.profile import Profile
+from gpipe_sim.runs import load_run
+from gpipe_sim.sweep import load_scenario
+
+GOALS = {"cpu": 0.03, "rehearse": 0.015}
+BUBBLE_GOAL, MEMORY_GOAL = 0.015, 0.02
+
+SCENARIO = """
+name: accuracy
+model: {kind: transformer, layers: 8, hidden: 256, heads: 4, vocab: 1024, sequence: 64}
+batch: 16
+dtype: fp32
+optimizer: adam
+cluster: {device: cpu, devices_per_node: 8, link: measured}
+plan: {stages: 2, microbatches: 4}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One plan of the grid."""
+
+    device: str
+    stages: int
+    microbatches: int
+    checkpoint: str
+    balance: tuple[int, ...] | None = None
+
+    def plan(self, scenario: Path, profile: Profile) -> Plan:
+        """The plan of this point, predicted from this profile."""
+        overrides = [f"plan.stages={self.stages}", f"plan.microbatches={self.microbatches}"]
+        overrides += [f"plan.checkpoint={self.checkpoint}"]
+        overrides += [f"plan.balance={list(self.balance)}"] if self.balance else []
+        path = scenario.with_name("profile.json")
+        profile.save(path)
+        (one,) = load_scenario(scenario, f"profile={path}", *overrides)
+        return make_plan(one)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one run compared with its prediction."""
+
+    point: Point
+    predicted_s: float
+    measured_s: float
+    spread: float
+    bubble_points: float
+    activation_errors: list[float]
+    """Per rank, of the peak less parameters, gradients and optimizer state."""
+    attribution: dict[str, float]
+    """Shares of the error, of the measured step."""
+
+    @property
+    def error(self) -> float:
+        return (self.predicted_s - self.measured_s) / self.measured_s
+
+
+def grid(*, quick: bool) -> list[Point]:
+    counts, modes = ((1, 4), ("never",)) if quick else ((1, 2, 4, 8, 16), ("never", "except_last", "always"))
+    points = [Point(device="cpu", stages=2, microbatches=m, checkpoint=c) for c in modes for m in counts]
+    points += [Point(device="cpu", stages=2, microbatches=4, checkpoint=c, balance=(8, 3)) for c in modes[:2]]
+    stages = (4,) if quick else (4, 8)
+    points += [Point(device="rehearse", stages=k, microbatches=8, checkpoint=c) for k in stages for c in modes]
+    return points
+
+
+def run_point(plan: Plan, device: str, folder: Path, steps: int) -> None:
+    """Execute a plan; what it is predicted to take does not matter to it."""
+    stretch = default_stretch(plan) if device == "rehearse" else 1.0
+    execute(plan, folder, Settings(device=device, steps=steps, warmup=2, timeout=120, stretch=stretch))
+
+
+def mean_profile(one: Profile, other: Profile) -> Profile:
+    """The mean of two profiles of one model."""
+    seconds = {name: (one.table[name] + other.table[name]) / 2 for name in ("forward_s", "backward_s")}
+    return replace(
+        one,
+        table=one.table | seconds,
+        optimizer_s=(one.optimizer_s + other.optimizer_s) / 2,
+        action_overhead_s=(one.action_overhead_s + other.action_overhead_s) / 2,
+        hop_overhead_s=(one.hop_overhead_s + other.hop_overhead_s) / 2,
+    )
+
+
+def compare(point: Point, scenario: Path, profile: Profile, folder: Path) -> Result:
+    """What was measured, against what the profile says of the same plan."""
+    ran, measured = load_run(folder)
+    plan = replace(point.plan(scenario, profile), balance=ran.balance)
+    if point.device == "rehearse":  # it slept what it was told then, with the overhead that was found then
+        plan = ran
+    return result_of(point, compare_run(plan, measured))
+
+
+def result_of(point: Point, comparison: Comparison) -> Result:
+    predicted, peaks = comparison.prediction, comparison.measured.peak_memory_bytes
+    assert peaks is not None, "a finished run has watched its memory"
+    activations = [
+        (peak - found) / (found - (peak - active))
+        for peak, active, found in zip(predicted.peak_memory_bytes, predicted.activation_bytes, peaks, strict=True)
+    ]
+    return Result(
+        point=point,
+        predicted_s=predicted.step_time_s,
+        measured_s=comparison.step_time_s,
+        spread=comparison.measured_cv,
+        bubble_points=predicted.bubble_fraction - comparison.bubble_fraction,
+        activation_errors=activations,
+        attribution={name: share / comparison.step_time_s for name, share in comparison.attribution_s.items()},
+    )
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's: 1 if predicted and measured put the plans in the same order."""
+    if len(a) < 2:
+        return 1.0
+    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+
+
+def show(result: Result) -> None:
+    p = result.point
+    balance = " uneven" if p.balance else ""
+    parts = " ".join(f"{name} {share:+.1%}" for name, share in result.attribution.items() if abs(share) > 5e-4)
+    worst = max(result.activation_errors, key=abs)
+    print(
+        f"{p.device:8} K={p.stages} M={p.microbatches:<2} {p.checkpoint + balance:18} {result.predicted_s * 1e3:7.1f} "
+        f"{result.measured_s * 1e3:7.1f} ms {result.error:+6.1%} (spread {result.spread:4.1%})  bubble "
+        f"{100 * result.bubble_points:+5.1f}  activations {worst:+5.1%}  {parts}",
+        flush=True,
+    )
+
+
+def summarise(results: list[Result]) -> bool:
+    """Print means and worst cases by device; whether all goals hold."""
+    held = True
+    for device, goal in GOALS.items():
+        some = [r for r in results if r.point.device == device]
+        errors = np.abs([r.error for r in some])
+        bubbles = np.abs([r.bubble_points for r in some])
+        memory = np.abs([e for r in some for e in r.activation_errors])
+        order = rank_correlation(np.array([r.predicted_s for r in some]), np.array([r.measured_s for r in some]))
+        spread = float(np.mean([r.spread for r in some]))
+        print(f"\n{device}: {len(some)} runs, which vary by {spread:.1%} within themselves")
+        for name, values, limit in (
+            ("step time", errors, goal),
+            ("bubble", bubbles, BUBBLE_GOAL),
+            ("activation memory", memory, MEMORY_GOAL),
+        ):
+            mean, worst = values.mean(), values.max()
+            held &= bool(mean <= limit)
+            verdict = "held" if mean <= limit else "MISSED"
+            print(f"  {name:18} mean {mean:5.2%}  worst {worst:5.2%}   goal {limit:.1%} on average: {verdict}")
+        print(f"  rank correlation   {order:.3f}")
+    return held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few points only")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of each run")
+    parser.add_argument("--every", type=int, default=2, help="runs between two profiles")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    arguments = parser.parse_args()
+    points = grid(quick=arguments.quick)
+    np.random.default_rng(0).shuffle(points)  # type: ignore[arg-type]  # so that drift does not look like an effect
+    sizes = sorted({-(-16 // p.microbatches) for p in points})
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        scenario = Path(folder, "accuracy.yaml")
+        scenario.write_text(SCENARIO)
+
+        def profile() -> Profile:
+            (one,) = load_scenario(scenario)
+            return measure_profile(one, sizes, 2, "cpu", Path(folder, "work"))
+
+        before = profile()
+        for first in range(0, len(points), arguments.every):
+            group = list(enumerate(points))[first : first + arguments.every]
+            for index, point in group:
+                run_point(point.plan(scenario, before), point.device, Path(folder, f"run{index}"), arguments.steps)
+            after = profile()
+            for index, point in group:
+                results.append(compare(point, scenario, mean_profile(before, after), Path(folder, f"run{index}")))
+                show(results[-1])
+            before = after
+    held = summarise(results)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    sys.exit(0 if held else 1)
+
+
+if __name__ == "__main__":
+    main()
