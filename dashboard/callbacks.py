@@ -3,6 +3,7 @@
 import base64
 import binascii
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import dash
@@ -58,7 +59,6 @@ def _register_state(app: dash.Dash, library: Library) -> None:
         Output(ids.URL, "search"),
         Output(ids.SCENARIO, "value"),
         *(Output(knob, _property(knob)) for knob in ids.KNOBS),
-        Output(ids.EDITOR, "value"),
         Input(ids.URL, "search"),
         Input(ids.SCENARIO, "value"),
         *(Input(knob, _property(knob)) for knob in ids.KNOBS),
@@ -74,29 +74,51 @@ def _register_state(app: dash.Dash, library: Library) -> None:
         address = no_update if turned in (None, ids.URL) else state.to_query()
         try:
             shown = knobs.shown(current(state, library).plan)
-            text = yaml_text(document_of(state, library).data)
         except InputError:
-            return [address, state.scenario, *(no_update for _ in ids.KNOBS), state.text or no_update]
-        return [address, state.scenario, *(shown[knob] for knob in ids.KNOBS), state.text or text]
+            return [address, state.scenario, *(no_update for _ in ids.KNOBS)]
+        return [address, state.scenario, *(shown[knob] for knob in ids.KNOBS)]
+
+    @app.callback(
+        Output(ids.EDITOR, "value"),
+        Output(ids.EDITED, "data"),
+        Input(ids.URL, "search"),
+        Given(ids.EDITED, "data"),
+    )
+    def show_text(query: str | None, edited: str | None) -> tuple[Any, Any]:
+        """The text of another scenario; while it is the one that is being edited, the editor is left alone."""
+        state = state_of(query)
+        source = _source(state)
+        if source == edited:
+            return no_update, no_update
+        try:
+            return state.text or yaml_text(document_of(state, library).data), source
+        except InputError:
+            return no_update, no_update
 
     @app.callback(
         Output(ids.URL, "search", allow_duplicate=True),
         Output(ids.EDITOR_PROBLEMS, "children"),
+        Output(ids.EDITED, "data", allow_duplicate=True),
         Input(ids.EDIT_APPLY, "n_clicks"),
         Input(ids.UPLOAD, "contents"),
         Given(ids.EDITOR, "value"),
         Given(ids.URL, "search"),
         prevent_initial_call=True,
     )
-    def take_text(_: int, uploaded: str | None, edited: str | None, query: str | None) -> tuple[Any, Any]:
+    def take_text(_: int, uploaded: str | None, edited: str | None, query: str | None) -> tuple[Any, ...]:
         """A scenario from the browser; one that is wrong is told beside its text and changes nothing."""
         try:
             text = _decoded(uploaded) if ctx.triggered_id == ids.UPLOAD else edited or ""
             state = State(text=text, pins=state_of(query).pins)
             points(state, library)
         except InputError as error:
-            return no_update, problem_list(error.problems)
-        return state.to_query(), None
+            return no_update, problem_list(error.problems), no_update
+        return state.to_query(), None, no_update if ctx.triggered_id == ids.UPLOAD else _source(state)
+
+
+def _source(state: State) -> str:
+    """What tells one scenario from another."""
+    return replace(state, settings={}, pins={}).to_query()
 
 
 def _settled(state: State, library: Library) -> tuple[State, Plan | None]:

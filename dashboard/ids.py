@@ -12,6 +12,7 @@ ASSUMPTIONS = "assumptions"
 SCENARIO = "scenario"
 UPLOAD = "upload"
 EDITOR = "editor"
+EDITED = "edited"
 EDIT_APPLY = "edit-apply"
 EDITOR_PROBLEMS = "editor-problems"
 

@@ -303,6 +303,7 @@ def scenario_panel() -> dmc.Stack:
                 accept=".yaml,.yml",
             ),
             html.Div(id=ids.EDITOR_PROBLEMS, role="alert"),
+            dcc.Store(id=ids.EDITED),
             dmc.Textarea(
                 id=ids.EDITOR,
                 autosize=True,

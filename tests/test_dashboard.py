@@ -300,11 +300,11 @@ def test_the_tour_shows_each_idea_with_a_knob(watched, server):
 def test_an_edited_scenario_is_applied_and_a_wrong_one_is_told(watched, server):
     watched.goto(server + SMALL)
     watched.get_by_role("tab", name="Scenario").click()
+    watched.wait_for_function("() => document.querySelector('#editor').value.includes('name: bubble')")
     text = (shipped_scenarios() / "bubble.yaml").read_text()
     watched.fill("#editor", text.replace("name: bubble", "name: mine"))
     watched.click("#edit-apply")
     watched.wait_for_function("() => document.location.search.startsWith('?text=')")
-    watched.wait_for_load_state("networkidle")
     watched.fill("#editor", text.replace("batch:", "bach:"))
     watched.click("#edit-apply")
     watched.wait_for_selector("text=/did you mean/")
