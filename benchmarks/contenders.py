@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint as recomputing
 
 from gpipe_exec import Pipeline, pin_to_cores
 from gpipe_exec.layers import build_workload
+from gpipe_exec.process import die_with_parent
 from gpipe_exec.stage import Loss
-from gpipe_exec.worker import die_with_parent
 from gpipe_sim.files import Document
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.sweep import parse_scenario

@@ -378,7 +378,7 @@ def document_of(arguments: argparse.Namespace, rows: list[Row], goals: list[Goal
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=above_zero, default=5, help="turns of each contender (5)")
+    parser.add_argument("--rounds", type=above_zero, default=9, help="turns of each contender (9)")
     parser.add_argument("--steps", type=above_zero, default=3, help="timed steps in each turn (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every time measured to this file")
     arguments = parser.parse_args()

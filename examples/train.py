@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from gpipe_exec import Pipeline, pin_to_cores
+from gpipe_exec import Pipeline, leave, pin_to_cores
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_sim import Plan, make_plan
 from gpipe_sim.files import Document
@@ -71,6 +71,7 @@ def main() -> None:
         except ValueError as error:
             fail(error)
         train(arguments, pipe, optimizer, batches(plan, workload), resumed, stop)
+    leave()
 
 
 def parse_arguments() -> argparse.Namespace:

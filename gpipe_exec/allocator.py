@@ -55,10 +55,11 @@ def trace_bytes(device: torch.device, work: Callable[[], T]) -> tuple[Trace, T]:
         peak, after = (f(device) - before for f in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated))
         return Trace([began, time.perf_counter()], [peak, after]), result
     clocks_apart_s = time.time() - time.perf_counter()  # the profiler's clock is the wall's
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    # Not torch.profiler.profile, which describes the process groups in its trace and never lets go of them again.
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = work()
-    assert profile.profiler is not None, "the profiler has run"
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert profile.kineto_results is not None, "the profiler has run"
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     held = np.cumsum([event.nbytes() for event in events], dtype=int).tolist()
     return Trace([began, *(event.start_ns() / 1e9 - clocks_apart_s for event in events)], [0, *held]), result

@@ -17,21 +17,23 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gpipe_exec.layers import WorkloadError, build_workload
 from gpipe_exec.records import gather, steps_done
 from gpipe_exec.rehearsal import with_engine_overhead
-from gpipe_exec.worker import OVERHEADS
+from gpipe_exec.worker import OVERHEADS, TIMES
 from gpipe_sim.files import InputError, Problem, write_text, yaml_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import save_plan
 from gpipe_sim.predict import predict
+from gpipe_sim.profile import Profile
 from gpipe_sim.runs import Measured
 from gpipe_sim.scenario import ProfileModel, Scenario
 
@@ -55,6 +57,8 @@ class Settings:
     """Seconds without progress after which a run counts as hung, beyond what a rehearsed step takes."""
     stretch: float = 1.0
     """How many times slower than the plan a rehearsal runs."""
+    reprofile: bool = False
+    """Whether to time the layers between the steps, and to predict from that."""
     endpoint: str | None = None
     """host:port where the ranks meet; a free port of this machine if left out."""
 
@@ -79,11 +83,25 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
         # Found with a pipeline of its own before the first step: the prediction knows the machine, not the run.
         plan = with_engine_overhead(plan, **json.loads((run / OVERHEADS).read_text()), stretch=settings.stretch)
         prepare(plan, run, settings)
+    if (run / TIMES).is_file():
+        plan = replace(plan, profile=_with_times(plan.profile, json.loads((run / TIMES).read_text())))
+        prepare(plan, run, settings)
     measured = gather(plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch)
     if hung or process.returncode != 0:
         raise RunError(_failure(plan, run, settings, hung=hung))
     assert measured is not None, "a run that ended well has steps"
     return measured
+
+
+def _with_times(profile: Profile, times: dict[str, dict[str, list[float]]]) -> Profile:
+    """The profile with other times at the sizes at which layers were timed again; it is known there only."""
+    at = {int(size): columns for size, columns in times.items()}
+    costs = [profile.at(size) for size in at]
+    table = {name: np.array([getattr(cost, name) for cost in costs]).T for name in profile.table}
+    table |= {name: np.array([columns[name] for columns in at.values()]).T for name in ("forward_s", "backward_s")}
+    spread = np.array([columns["spread"] for columns in at.values()]).T
+    environment = profile.environment | {"times": "measured between the steps of a run"}
+    return replace(profile, sizes=tuple(at), table=table, spread=spread, environment=environment)
 
 
 def prepare(plan: Plan, run: Path, settings: Settings) -> None:
@@ -126,6 +144,7 @@ def _command(
         *("-m", "gpipe_exec.worker", str(run), "--steps", str(settings.steps), "--warmup", str(settings.warmup)),
         *("--device", settings.device, "--engine", settings.engine),
         *("--stretch", repr(settings.stretch), "--timeout", str(settings.timeout)),
+        *(["--reprofile"] if settings.reprofile else []),
     ]
 
 

@@ -2,11 +2,9 @@
 
     python -m torch.distributed.run ... -m gpipe_exec.measure WORK_DIR      started by `profiler.measure_profile`
 
-Every rank, pinned to its core, runs its share of the layers as a stage would run its part: a few micro-batches
-forward, then backward in reverse, each layer timed by itself, and all ranks at the same time, because cores share
-caches and memory. A layer's cost is the median over repetitions and over layers that are built alike. Between
-neighbouring ranks the link is timed by ping-pong over several sizes, and a pipeline that does nothing but keep its
-cores busy tells what the engine itself costs.
+Every rank, pinned to its core, runs its share of the layers as a stage would run its part (`timing`), and the allocator
+tells what each layer holds. Between neighbouring ranks the link is timed by ping-pong over several sizes, and a
+pipeline that does nothing but keep its cores busy tells what the engine itself costs.
 """
 
 import json
@@ -17,9 +15,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,22 +24,20 @@ from torch import nn
 from gpipe_exec.allocator import peak_bytes, peak_of_second, storage_bytes
 from gpipe_exec.calibrate import Overheads, calibrate
 from gpipe_exec.layers import Workload, build_workload
-from gpipe_exec.messages import Value, flatten, unflatten, wants_gradient
+from gpipe_exec.messages import Value, flatten
 from gpipe_exec.pipeline import default_device, pin_to_cores
-from gpipe_exec.worker import OPTIMIZERS, die_with_parent
+from gpipe_exec.process import die_with_parent, leave
+from gpipe_exec.timing import LayerTimer, from_all_ranks, leaves_of, on_device
+from gpipe_exec.worker import OPTIMIZERS
 from gpipe_sim.catalog import Link
 from gpipe_sim.files import parse_yaml, write_text
 from gpipe_sim.profile import COLUMNS
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.sweep import parse_scenario
 
-T = TypeVar("T")
-
 REPEATS, WARMUP = 9, 2
 WARMUP_S, MEASURED_S = 0.8, 1.0
 """At least so long for each size: a core that was idle, and memory that was never touched, are slow at first."""
-IN_A_ROW = 4
-"""Micro-batches that go forward before the first goes backward."""
 
 
 def main() -> None:
@@ -74,6 +69,7 @@ def main() -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    leave()
 
 
 def _agree(flag: bool) -> bool:
@@ -83,37 +79,14 @@ def _agree(flag: bool) -> bool:
     return bool(told)
 
 
-def _alike(layers: Sequence[nn.Module]) -> list[str]:
-    """What tells layers apart that cost differently: how they are built."""
-    return [repr(layer) + str([tuple(p.shape) for p in layer.parameters()]) for layer in layers]
-
-
 def _measure_size(workload: Workload, size: int, num_microbatches: int, device: torch.device) -> dict[str, list[float]]:
-    layers = list(workload.layers)
-    inputs, targets = (_to(value, device) for value in workload.sample(size))
-    share = _share(len(layers))
-    with torch.no_grad():
-        boundary = workload.layers[: share.start](inputs)
-    in_a_row = max(1, min(IN_A_ROW, num_microbatches))
-    times: list[dict[int, tuple[float, float]]] = []
-    for seconds, repeats in ((WARMUP_S, 2), (MEASURED_S, -(-REPEATS // in_a_row))):
-        times.clear()  # what was measured while warming up
+    timer = LayerTimer(workload, _share(len(workload.layers)), size, num_microbatches, device)
+    for seconds, repeats in ((WARMUP_S, 2), (MEASURED_S, -(-REPEATS // timer.in_a_row))):
+        timer.passes.clear()  # what was measured while warming up
         began = time.perf_counter()
-        while len(times) < repeats * in_a_row or _agree(time.perf_counter() - began < seconds):
-            dist.barrier()
-            times += _timed_passes(workload, share, boundary, targets, in_a_row, device)
-    gathered = [one for rank in _from_all_ranks(times) for one in rank]
-    names = _alike(layers)
-    pooled: dict[str, list[tuple[float, float]]] = {}
-    for one in gathered:
-        for index, pair in one.items():
-            pooled.setdefault(names[index], []).append(pair)
-    columns = {
-        "forward_s": [statistics.median(forward for forward, _ in pooled[name]) for name in names],
-        "backward_s": [statistics.median(backward for _, backward in pooled[name]) for name in names],
-        "spread": [_relative_spread([sum(pair) for pair in pooled[name]]) for name in names],
-    }
-    columns |= _memory_of_layers(layers, inputs, targets, workload, device)
+        while len(timer.passes) < repeats * timer.in_a_row or _agree(time.perf_counter() - began < seconds):
+            timer.measure()
+    columns = timer.columns() | _memory_of_layers(workload, size, device)
     workload.layers.zero_grad(set_to_none=True)
     return columns
 
@@ -126,79 +99,11 @@ def _share(num_layers: int) -> range:
     return range(num_layers * rank // world, num_layers * (rank + 1) // world)
 
 
-def _timed_passes(
-    workload: Workload, share: range, boundary: Value, targets: Any, count: int, device: torch.device
-) -> list[dict[int, tuple[float, float]]]:
-    """Of each micro-batch, layer -> seconds of its forward and backward, the loss counted with the last layer."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    last = len(workload.layers) - 1
-    forward: list[dict[int, float]] = []
-    graphs: list[list[tuple[int, Value, Value]]] = []
-    for _ in range(count):
-        value = boundary
-        forward.append({})
-        graphs.append([])
-        for index in share:
-            leaves = _leaves(value, first=index == 0)
-            begin = now()
-            output = workload.layers[index](leaves)
-            if index == last:
-                output = workload.loss(output, targets)
-            forward[-1][index] = now() - begin
-            graphs[-1].append((index, leaves, output))
-            value = output
-    found: list[dict[int, tuple[float, float]]] = []
-    for seconds, graph in zip(reversed(forward), reversed(graphs), strict=True):
-        found.append({})
-        gradients = [torch.ones_like(t) for t in flatten(graph[-1][2])[0] if wants_gradient(t)]
-        while graph:
-            index, leaves, output = graph.pop()
-            outputs = [t for t in flatten(output)[0] if wants_gradient(t)]
-            pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-            begin = now()
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-            found[-1][index] = (seconds[index], now() - begin)
-            gradients = [
-                t.grad if t.grad is not None else torch.zeros_like(t) for t in flatten(leaves)[0] if wants_gradient(t)
-            ]
-            del output, outputs, pairs
-    return found
-
-
-def _leaves(value: Value, *, first: bool) -> Value:
-    tensors, nesting = flatten(value)
-    return unflatten(nesting, [t.detach().requires_grad_(wants_gradient(t) and not first) for t in tensors])
-
-
-def _to(value: Value, device: torch.device) -> Value:
-    tensors, nesting = flatten(value)
-    return unflatten(nesting, [tensor.to(device) for tensor in tensors])
-
-
-def _from_all_ranks(mine: T) -> list[T]:
-    """Every rank's."""
-    gathered: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return [one for one in gathered if one is not None]
-
-
-def _relative_spread(seconds: list[float]) -> float:
-    lower, middle, upper = np.percentile(seconds, [25, 50, 75])
-    return float((upper - lower) / middle) if middle > 0 else 0.0
-
-
-def _memory_of_layers(
-    layers: Sequence[nn.Module], inputs: Value, targets: Any, workload: Workload, device: torch.device
-) -> dict[str, list[float]]:
+def _memory_of_layers(workload: Workload, size: int, device: torch.device) -> dict[str, list[float]]:
     """What remains after each forward, what crosses a cut behind it, and the transient peaks of each pass."""
     columns: dict[str, list[float]] = {name: [] for name in COLUMNS if name.endswith("bytes")}
-    value = inputs
+    layers = list(workload.layers)
+    value, targets = (on_device(given, device) for given in workload.sample(size))
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
 
@@ -206,7 +111,7 @@ def _memory_of_layers(
             output = layer(given)
             return workload.loss(output, targets) if is_last else output
 
-        leaves = _leaves(value, first=index == 0)
+        leaves = leaves_of(value, first=index == 0)
         given = flatten(leaves)[0]
         with torch.no_grad():
             no_grad, output = peak_bytes(device, lambda run=run, leaves=leaves: run(given=leaves))  # type: ignore[misc]
@@ -283,7 +188,7 @@ def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario) -> list[
         optimizer.step()
         if repeat >= WARMUP:
             seconds.append(time.perf_counter() - begin)
-    whole = statistics.median(one for rank in _from_all_ranks(seconds) for one in rank)
+    whole = statistics.median(one for rank in from_all_ranks(seconds) for one in rank)
     return [whole * count / sum(counts) for count in counts]
 
 

@@ -7,11 +7,8 @@ rank, written whole.
 """
 
 import argparse
-import ctypes
 import json
 import os
-import signal
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,12 +22,14 @@ from torch import nn
 from gpipe_exec.allocator import storage_bytes, trace_bytes
 from gpipe_exec.calibrate import calibrate
 from gpipe_exec.clocks import clock_offset
-from gpipe_exec.layers import build_workload
+from gpipe_exec.layers import Workload, build_workload
 from gpipe_exec.messages import Value, flatten
 from gpipe_exec.pipeline import Pipeline, default_device, pin_to_cores
+from gpipe_exec.process import die_with_parent, leave
 from gpipe_exec.recorder import Recorder
 from gpipe_exec.records import MemoryRecord, RankRecord, gather
 from gpipe_exec.rehearsal import PacedTransport, rehearsed_workload
+from gpipe_exec.timing import LayerTimer
 from gpipe_sim.files import write_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
@@ -38,6 +37,8 @@ from gpipe_sim.scenario import Optimizer
 
 OVERHEADS = Path("ranks", "overheads.json")
 """What the engine itself was found to cost before a rehearsal."""
+TIMES = Path("ranks", "times.json")
+"""What the layers were found to cost between the steps, if that was asked for."""
 
 OPTIMIZERS: dict[Optimizer, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
@@ -61,6 +62,7 @@ def main() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    leave()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,14 +74,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda", "rehearse"], required=True)
     parser.add_argument("--engine", choices=["gpipe", "torch"], default="gpipe")
     parser.add_argument("--stretch", type=float, default=1.0, help="how many times slower than the plan to rehearse")
+    parser.add_argument("--reprofile", action="store_true", help="time the layers between the steps")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds without a step after which to give up")
     return parser
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when torchrun dies, whatever kills it: no rank is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Engine(Protocol):
@@ -103,6 +100,7 @@ class Engine(Protocol):
 class _Job(NamedTuple):
     """What one rank repeats."""
 
+    workload: Workload
     engine: Engine
     inputs: Value
     targets: Any
@@ -130,13 +128,18 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
             write_text(arguments.run / OVERHEADS, json.dumps(overheads._asdict()))
     recorder = Recorder(device)
     job = _make_job(arguments, plan, device, recorder)
+    layer_times = _LayerTimes(job, plan, device) if arguments.reprofile else None
     record = RankRecord(rank=rank, clock=[clock_offset(device)])
     for step in range(arguments.warmup + arguments.steps):
         recorder.enabled = step >= arguments.warmup
+        if layer_times:
+            layer_times.measure(counts=recorder.enabled)
         job.step()
         record.done, record.steps = step + 1, recorder.steps
         record.save(arguments.run)
     record.clock.append(clock_offset(device))
+    if layer_times:
+        layer_times.save(arguments.run)
     record.memory = _watch_memory(job, device, recorder)
     record.save(arguments.run)
     job.engine.close()
@@ -157,7 +160,7 @@ def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, r
             recorder=recorder,
             carry=lambda direct, edge: PacedTransport(direct, plan.link(edge), arguments.stretch),
         )
-        return _Job(engine, *workload.sample(plan.scenario.batch), update, list)
+        return _Job(workload, engine, *workload.sample(plan.scenario.batch), update, list)
     workload = build_workload(plan.scenario)
     if arguments.engine == "torch":
         from gpipe_exec.torch_engine import TorchPipeline
@@ -177,7 +180,38 @@ def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, r
         values = [value for entry in (optimizer.state if optimizer else {}).values() for value in entry.values()]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
-    return _Job(engine, *workload.sample(plan.scenario.batch), step, state)
+    return _Job(workload, engine, *workload.sample(plan.scenario.batch), step, state)
+
+
+class _LayerTimes:
+    """What the layers of this rank's stage cost, timed in turns with the steps.
+
+    Where cores drift, a profile taken minutes ago says what they were. Timed between the steps, layers and steps meet
+    the same machine, and what is left between prediction and measurement is the model's own error.
+    """
+
+    def __init__(self, job: _Job, plan: Plan, device: torch.device) -> None:
+        self._job, self._num_microbatches = job, plan.num_microbatches
+        share = range(plan.profile.num_layers)[plan.stages[plan.placement.index(plan.ranks[dist.get_rank()])]]
+        self._timers = {
+            size: LayerTimer(job.workload, share, size, plan.num_microbatches, device) for size in sorted({*plan.sizes})
+        }
+
+    def measure(self, *, counts: bool) -> None:
+        """About as many micro-batches as a step has, for each of their sizes."""
+        for timer in self._timers.values():
+            before = len(timer.passes)
+            for _ in range(-(-self._num_microbatches // timer.in_a_row)):
+                timer.measure()
+            if not counts:
+                del timer.passes[before:]
+        self._job.engine.module.zero_grad(set_to_none=True)
+
+    def save(self, run: Path) -> None:
+        """Size -> columns, over all ranks."""
+        found = {size: timer.columns() for size, timer in self._timers.items()}
+        if dist.get_rank() == 0:
+            write_text(run / TIMES, json.dumps(found))
 
 
 def _watch_memory(job: _Job, device: torch.device, recorder: Recorder) -> MemoryRecord:

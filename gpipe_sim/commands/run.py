@@ -47,6 +47,14 @@ def run(
         float | None,
         typer.Option(min=1e-6, help="With rehearse: how many times slower; if left out, until actions last 20 ms."),
     ] = None,
+    reprofile: Annotated[
+        bool,
+        typer.Option(
+            "--reprofile",
+            help="Time the layers again in turns with the steps, and predict from that: what is left of the error is "
+            "the model's own, not a machine's that has become slower or faster since its profile.",
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds without a finished step after which to give up.")] = 30,
     nodes: Annotated[
         int, typer.Option(min=1, help="Machines. With more than one, print the command to start on each of them.")
@@ -74,8 +82,19 @@ def run(
         warmup=warmup,
         timeout=timeout,
         stretch=(stretch or default_stretch(plan)) if device is RunDevice.REHEARSE else 1.0,
+        reprofile=reprofile,
         endpoint=rdzv_endpoint,
     )
+    if reprofile and (settings.device == "rehearse" or nodes > 1):
+        raise InputError(
+            [
+                Problem(
+                    "--reprofile",
+                    "",
+                    "needs layers that compute on this machine, expected neither --device rehearse nor --nodes",
+                )
+            ]
+        )
     if nodes > 1:
         _print_commands(plan, settings, nodes, out)
         return

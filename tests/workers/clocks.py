@@ -5,6 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from gpipe_exec import leave
 from gpipe_exec.clocks import answer_the_time, ask_the_time, clock_offset
 
 ON_CPU = torch.device("cpu")
@@ -28,6 +29,7 @@ def main() -> None:
     dist.destroy_process_group()
     if rank == 0:
         print("clocks agree")
+    leave()
 
 
 if __name__ == "__main__":

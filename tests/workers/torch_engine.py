@@ -7,6 +7,7 @@ from plans import layers as layer_costs
 from plans import plan as make
 from torch import nn
 
+from gpipe_exec import leave
 from gpipe_exec.layers import Workload
 from gpipe_exec.recorder import Recorder
 from gpipe_exec.torch_engine import TorchPipeline
@@ -60,6 +61,7 @@ def main() -> None:
     dist.destroy_process_group()
     if pipe.rank == 0:
         print(f"{num_checked} plans are exact")
+    leave()
 
 
 if __name__ == "__main__":
