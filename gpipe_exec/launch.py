@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,7 +32,6 @@ from gpipe_sim.files import InputError, Problem, write_text, yaml_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import save_plan
 from gpipe_sim.predict import predict
-from gpipe_sim.profile import Profile
 from gpipe_sim.runs import Measured
 from gpipe_sim.scenario import ProfileModel, Scenario
 
@@ -84,24 +82,14 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
         plan = with_engine_overhead(plan, **json.loads((run / OVERHEADS).read_text()), stretch=settings.stretch)
         prepare(plan, run, settings)
     if (run / TIMES).is_file():
-        plan = replace(plan, profile=_with_times(plan.profile, json.loads((run / TIMES).read_text())))
+        times = {int(size): columns for size, columns in json.loads((run / TIMES).read_text()).items()}
+        plan = replace(plan, profile=plan.profile.retimed(times))
         prepare(plan, run, settings)
     measured = gather(plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch)
     if hung or process.returncode != 0:
         raise RunError(_failure(plan, run, settings, hung=hung))
     assert measured is not None, "a run that ended well has steps"
     return measured
-
-
-def _with_times(profile: Profile, times: dict[str, dict[str, list[float]]]) -> Profile:
-    """The profile with other times at the sizes at which layers were timed again; it is known there only."""
-    at = {int(size): columns for size, columns in times.items()}
-    costs = [profile.at(size) for size in at]
-    table = {name: np.array([getattr(cost, name) for cost in costs]).T for name in profile.table}
-    table |= {name: np.array([columns[name] for columns in at.values()]).T for name in ("forward_s", "backward_s")}
-    spread = np.array([columns["spread"] for columns in at.values()]).T
-    environment = profile.environment | {"times": "measured between the steps of a run"}
-    return replace(profile, sizes=tuple(at), table=table, spread=spread, environment=environment)
 
 
 def prepare(plan: Plan, run: Path, settings: Settings) -> None:

@@ -22,7 +22,8 @@ from gpipe_sim.files import InputError
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.sweep import Sweep, load_scenario
 from gpipe_sim.catalog import Device, Link
-from gpipe_sim.profile import Profile, build_profile, load_profile
+from gpipe_sim.profile import Profile, load_profile
+from gpipe_sim.costs import build_profile
 from gpipe_sim.partition import partition
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.schedule import Action, rank_actions

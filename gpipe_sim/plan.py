@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_sim.catalog import DType, Link
+from gpipe_sim.costs import build_profile
 from gpipe_sim.files import InputError
 from gpipe_sim.partition import partition
-from gpipe_sim.profile import Array, Profile, build_profile
+from gpipe_sim.profile import Array, Profile
 from gpipe_sim.scenario import MEASURED, BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
 
 

@@ -21,11 +21,11 @@ from math import comb
 
 import numpy as np
 
+from gpipe_sim.costs import build_profile
 from gpipe_sim.cuts import MODES, Frame, Intervals, Promise, promises
 from gpipe_sim.evaluate import evaluate, obstacle
 from gpipe_sim.metrics import StepMetrics, step_metrics
 from gpipe_sim.plan import Plan, microbatch_sizes
-from gpipe_sim.profile import build_profile
 from gpipe_sim.scenario import Checkpoint, Recompute, Scenario, ScheduleName
 from gpipe_sim.simulate import simulate
 

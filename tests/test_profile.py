@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_sim.catalog import Link
+from gpipe_sim.costs import build_profile
 from gpipe_sim.files import InputError, parse_yaml
-from gpipe_sim.profile import COLUMNS, Profile, build_profile, load_profile
+from gpipe_sim.profile import COLUMNS, Profile, load_profile
 from gpipe_sim.sweep import load_scenario, parse_scenario
 
 TRANSFORMER = """\

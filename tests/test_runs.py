@@ -15,6 +15,7 @@ from plans import layers, plan
 from gpipe_sim.cli import main
 from gpipe_sim.compare import compare_run
 from gpipe_sim.planfile import load_plan, save_plan
+from gpipe_sim.predict import predict
 from gpipe_sim.profile import load_profile
 from gpipe_sim.runs import load_run, new_run_directory
 from gpipe_sim.schedule import rank_actions, sender_of
@@ -129,6 +130,29 @@ def test_a_replay_of_a_measured_step_explains_nearly_all_of_it(finished):
     """With its own compute, transfers and gaps, the simulator must reproduce a step: it runs the same lists."""
     comparison = compare_run(*load_run(finished))
     assert abs(comparison.attribution_s["unexplained"]) < 0.01 * comparison.step_time_s
+
+
+def test_layers_timed_between_the_steps_replace_the_times_of_the_profile(tmp_path):
+    """Micro-batches of two sizes, three samples and two, are timed at both; bytes stay as they were."""
+    scenario = scenario_file(tmp_path, "fine")
+    scenario.write_text(scenario.read_text().replace("microbatches: 4", "microbatches: 3"))
+    before = load_profile(tmp_path / "profile.json")
+    done = gpipe("run", scenario, "--device", "cpu", "--steps", 3, "--out", tmp_path / "run", "--reprofile")
+    assert done.returncode == 0, done.stderr
+    after = load_profile(tmp_path / "run" / "profile.json")
+    assert after.sizes == (2, 3)
+    assert (after.table["forward_s"] != before.at(2).forward_s[:, None]).all()
+    assert (after.table["forward_s"] > 0).all()
+    assert (after.at(3).saved_bytes == before.at(3).saved_bytes).all()
+    predicted = json.loads((tmp_path / "run" / "predicted.json").read_text())
+    assert predicted["step_time_s"] == predict(load_plan(tmp_path / "run" / "plan.yaml")).step_time_s
+
+
+def test_layers_that_do_not_compute_are_not_timed(capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(scenario_file(tmp_path, "fine")), "--device", "rehearse", "--reprofile"])
+    assert ended.value.code == 2
+    assert "--reprofile: needs layers that compute on this machine" in capsys.readouterr().err
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
