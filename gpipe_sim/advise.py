@@ -105,7 +105,13 @@ def describe(plan: Plan) -> str:
     chosen = [stage for stage, mode in enumerate(plan.checkpoint) if mode != "never"]
     runs = [list(run) for _, run in groupby(chosen, key=lambda stage: stage - chosen.index(stage))]
     named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    what = "nothing" if not chosen else "all stages" if len(chosen) == plan.num_stages else f"stages {named}"
+    what = (
+        "nothing"
+        if not chosen
+        else "all stages"
+        if len(chosen) == plan.num_stages
+        else f"stage{'s' * (len(chosen) > 1)} {named}"
+    )
     return f"K={plan.num_stages}, M={plan.num_microbatches}, {plan.schedule}, recompute {what}"
 
 

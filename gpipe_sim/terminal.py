@@ -36,7 +36,7 @@ def results_table(name: str, predictions: Sequence[Prediction], width: int, *, m
 
     Where it would be too wide, whole columns go, the least needed first; a number is never cut.
     """
-    columns = _columns(predictions)
+    columns = _columns(predictions, chosen=mark is not None)
     if mark is not None:
         columns.insert(0, _Column("", 0, [">" if row == mark else "" for row in range(len(predictions))]))
     while len(columns) > 1 and sum(column.width + 3 for column in columns) + 1 > width:
@@ -60,7 +60,8 @@ class _Column(NamedTuple):
         return max(map(len, [self.header, *self.cells]))
 
 
-def _columns(predictions: Sequence[Prediction]) -> list[_Column]:
+def _columns(predictions: Sequence[Prediction], *, chosen: bool) -> list[_Column]:
+    """What was `chosen` by a search tells its plans apart, as what was swept does."""
     rows = [prediction.to_dict() for prediction in predictions]
     fields = [f for f in _PLAN_FIELDS if f in _SHORT or len({str(row[f]) for row in rows}) > 1]
     swept = [path for path in rows[0]["set"] if path.removeprefix("plan.") not in fields]
@@ -69,8 +70,9 @@ def _columns(predictions: Sequence[Prediction]) -> list[_Column]:
         for path in swept
     ]
     for field in fields:
-        rank = 0 if field in _SHORT else 1 if f"plan.{field}" in rows[0]["set"] else 6
-        columns.append(_Column(_SHORT.get(field, field), rank, [_cell(row[field]) for row in rows]))
+        tells_apart = f"plan.{field}" in rows[0]["set"] or (chosen and field != "balance")
+        rank = 0 if field in _SHORT else 1 if tells_apart else 6
+        columns.append(_Column(_SHORT.get(field, field), rank, [_plan_cell(field, row[field]) for row in rows]))
     columns.append(_Column("step", 0, [format_seconds(row["step_time_s"]) for row in rows]))
     if "step_time_p95_s" in rows[0]:
         columns.append(_Column("p50", 5, [format_seconds(row["step_time_p50_s"]) for row in rows]))
@@ -83,6 +85,14 @@ def _columns(predictions: Sequence[Prediction]) -> list[_Column]:
         _Column("fits", 0, ["yes" if row["fits"] else "no" for row in rows]),
     ]
     return columns
+
+
+def _plan_cell(field: str, value: Any) -> str:
+    """Checkpoint modes by stage are counted in runs: ``5 always, 3 never``."""
+    if field == "checkpoint" and isinstance(value, list):
+        runs = [(mode, len(list(run))) for mode, run in itertools.groupby(value)]
+        return runs[0][0] if len(runs) == 1 else ", ".join(f"{count} {mode}" for mode, count in runs)
+    return _cell(value)
 
 
 def _cell(value: Any) -> str:
