@@ -44,7 +44,7 @@ def best_of_each_frame(candidates: list[Candidate]) -> list[Candidate]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each candidate")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
