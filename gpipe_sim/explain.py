@@ -1,9 +1,11 @@
 """Why is it slow: the waterfall that sums to the step, and the critical path through it."""
 
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from gpipe_sim.plan import Plan
 from gpipe_sim.schedule import Action, sender_of
@@ -99,33 +101,49 @@ def critical_path(plan: Plan, step: Step) -> list[Span]:
     return _Walk(plan, step).back()
 
 
+Indices = npt.NDArray[np.int_]
 _Place = tuple[RankTimeline, int]
 """An action: its rank's timeline and its row there."""
 
 
 class _Walk:
+    """Looks things up in the timelines themselves: a large step has millions of actions, its path a few thousand."""
+
     def __init__(self, plan: Plan, step: Step) -> None:
         self.plan = plan
-        self.place: dict[Action, _Place] = {}
         self.last = max(step.ranks, key=lambda timeline: float(timeline.end_s[-1]))
-        self.previous_send: dict[Action, Action] = {}
-        """Sender of a message -> sender of the message before it on the same link."""
-        self.poster: dict[Action, Action] = {}
-        """Sender of a message -> the action that posted its receive, by taking an earlier message."""
-        for timeline in step.ranks:
-            for kind in ("F", "B"):
-                sends = [a for a in timeline.actions if a.kind == kind]
-                self.previous_send |= {later: earlier for earlier, later in pairwise(sends)}
-            for kinds in (("F",), ("R", "B")):
-                takes = [
-                    action
-                    for row, action in enumerate(timeline.actions)
-                    if action.kind in kinds and timeline.arrived_s[row] >= 0
-                ]
-                if plan.window is not None:
-                    for poster, taker in zip(takes, takes[plan.window :], strict=False):
-                        self.poster[sender_of(taker)] = poster
-            self.place |= {action: (timeline, row) for row, action in enumerate(timeline.actions)}
+        self.timelines = {timeline.stage: timeline for timeline in step.ranks}
+        self.rows = cache(lambda stage: self.timelines[stage].rows(plan.num_microbatches))
+        self.takes = cache(self._takes)
+
+    def place(self, action: Action) -> _Place:
+        """Where the action is."""
+        return self.timelines[action.stage], int(self.rows(action.stage)[action.kind][action.microbatch])
+
+    def previous_send(self, timeline: RankTimeline, row: int) -> int | None:
+        """The row of the message before this one on the same link."""
+        kind = timeline.actions.kinds[row : row + 1]
+        earlier = timeline.actions.kinds.rfind(kind, 0, row)
+        return earlier if earlier >= 0 else None
+
+    def poster(self, sender: Action) -> _Place | None:
+        """The action that posted the receive of this one's message, by taking an earlier message."""
+        window = self.plan.window
+        stage = sender.stage + 1 if sender.kind == "F" else sender.stage - 1
+        if window is None or stage not in self.timelines:
+            return None
+        rows, turn = self.takes(stage, sender.kind == "F")
+        position = int(turn[sender.microbatch]) - window
+        return (self.timelines[stage], int(rows[position])) if position >= 0 else None
+
+    def _takes(self, stage: int, forward: bool) -> tuple[Indices, Indices]:
+        """The rows that take messages of one direction, in order; and the turn of each micro-batch among them."""
+        timeline = self.timelines[stage]
+        takes = (timeline.actions.are("F") == forward) & (timeline.arrived_s >= 0)
+        rows = np.flatnonzero(takes)
+        turn = np.full(self.plan.num_microbatches, -1)
+        turn[timeline.actions.microbatches[rows]] = np.arange(len(rows))
+        return rows, turn
 
     def back(self) -> list[Span]:
         """From the last action to the first: each turn of the loop adds one action or one message."""
@@ -156,7 +174,7 @@ class _Walk:
         arrived = float(timeline.arrived_s[row])
         if arrived > free:
             sender = sender_of(timeline.actions[row])
-            return self.place[sender], (sender, arrived)
+            return self.place(sender), (sender, arrived)
         if held:
             return (timeline, row - 1), (timeline.actions[row - 1], free)
         return ((timeline, row - 1) if row > 0 else None), None
@@ -168,12 +186,12 @@ class _Walk:
         action = timeline.actions[row]
         if start <= timeline.end_s[row]:
             return (timeline, row), None
-        earlier, poster = self.previous_send.get(action), self.poster.get(action)
+        earlier, poster = self.previous_send(timeline, row), self.poster(action)
         if earlier is not None:
             edge = action.stage if action.kind == "F" else action.stage - 1
             latency = self.plan.link(edge).latency + self.plan.profile.hop_overhead_s
-            free = float(timeline.send_end_s[self.place[earlier][1]]) - latency
+            free = float(timeline.send_end_s[earlier]) - latency
             if poster is None or abs(free - start) <= 1e-9 * start:
-                return self.place[earlier], (earlier, start)
+                return (timeline, earlier), (timeline.actions[earlier], start)
         assert poster is not None, "a message waits for its sender, its link or its receive"
-        return self._before(*self.place[poster])
+        return self._before(*poster)

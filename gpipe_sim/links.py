@@ -10,16 +10,20 @@ that is already waiting for it needs to be woken. Links through a shared NIC pro
 do need events.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Mapping
 from heapq import heappush
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from simpy import Environment, Event
 from simpy.events import NORMAL
 
 from gpipe_sim.fairshare import FairShare
 from gpipe_sim.plan import Nic
+from gpipe_sim.profile import Array
 
 _UNKNOWN = float("inf")
 _NO_LIMIT = 2**62
@@ -45,27 +49,25 @@ class Edge(NamedTuple):
 class Link:
     """One direction of one edge, all to itself."""
 
-    def __init__(self, env: Environment, name: str, sizes: list[float], edge: Edge) -> None:
+    def __init__(self, env: Environment, name: str, sizes: Array, edge: Edge) -> None:
         self.env = env
         self.name = name
         self.sizes = sizes
-        self.occupancy = [size / edge.bandwidth for size in sizes]
+        self.occupancy = array("d", (sizes / edge.bandwidth).tobytes())
         self.latency = edge.latency
         self.posted = _NO_LIMIT if edge.window is None else edge.window
         """How many receives have been posted so far."""
-        self.expected = 0
-        self.position = [_NO_LIMIT] * len(sizes)
+        self.position = array("q", [_NO_LIMIT]) * len(sizes)
         """Micro-batch -> its place in the order in which the receiver posts."""
-        self.start = [_UNKNOWN] * len(sizes)
-        self.arrival = [_UNKNOWN] * len(sizes)
+        self.start = array("d", [_UNKNOWN]) * len(sizes)
+        self.arrival = array("d", [_UNKNOWN]) * len(sizes)
         self.free = 0.0
         self.queue: deque[int] = deque()
         self.waiting: dict[int, list[_Wake]] = {}
 
-    def expect(self, microbatch: int) -> None:
-        """The receiver will take this one after those it expected before."""
-        self.position[microbatch] = self.expected
-        self.expected += 1
+    def expect(self, microbatches: npt.NDArray[np.int32]) -> None:
+        """The receiver will take them in this order."""
+        np.frombuffer(self.position, dtype=np.int64)[microbatches] = np.arange(len(microbatches))
 
     def send(self, microbatch: int, now: float) -> None:
         """The sender's action has ended."""
@@ -108,7 +110,7 @@ class Link:
 class ReplayedLink(Link):
     """One direction of an edge, some of whose messages take the time that they were measured to take."""
 
-    def __init__(self, env: Environment, name: str, sizes: list[float], edge: Edge, given: Mapping[int, float]) -> None:
+    def __init__(self, env: Environment, name: str, sizes: Array, edge: Edge, given: Mapping[int, float]) -> None:
         super().__init__(env, name, sizes, edge)
         self.given = given
 
@@ -126,7 +128,7 @@ class SharedLink(Link):
     """One direction of an edge whose messages pass NICs that other traffic passes too."""
 
     def __init__(
-        self, env: Environment, name: str, sizes: list[float], edge: Edge, nics: FairShare[Nic], uses: Collection[Nic]
+        self, env: Environment, name: str, sizes: Array, edge: Edge, nics: FairShare[Nic], uses: Collection[Nic]
     ) -> None:
         super().__init__(env, name, sizes, edge)
         self.nics, self.uses, self.bandwidth = nics, uses, edge.bandwidth
@@ -139,7 +141,7 @@ class SharedLink(Link):
         microbatch = self.queue.popleft()
         self.carrying = True
         self.start[microbatch] = now
-        flow = self.nics.run(self.sizes[microbatch], self.bandwidth, self.uses)
+        flow = self.nics.run(float(self.sizes[microbatch]), self.bandwidth, self.uses)
         assert flow.callbacks is not None, "a fresh event has not been processed"
         flow.callbacks.append(lambda _: self.carried(microbatch))
 

@@ -16,7 +16,7 @@ forwards; with it, M boundary inputs and one rematerialised micro-batch: O(N + (
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -206,7 +206,8 @@ class _Ledger:
         """From begin to end, rank r (a row) holds so much more."""
         self._changes += [(part, begin, amount), (part, end, -amount)]
 
-    def curves(self, constant: Mapping[str, Array]) -> tuple[MemoryCurve, ...]:
+    def curves(self, constant: Mapping[str, Array]) -> Iterator[MemoryCurve]:
+        """Sum up. A part that does not change is held as a single number."""
         ranks = np.arange(self._num_ranks)
         times = np.concatenate([np.zeros(self._num_ranks), *(times.ravel() for _, times, _ in self._changes)])
         owner = np.concatenate([ranks, *(np.repeat(ranks, times.shape[1]) for _, times, _ in self._changes)])
@@ -217,7 +218,7 @@ class _Ledger:
         moment[order] = np.cumsum(fresh) - 1  # which of the distinct (rank, time) each change belongs to
         times, owner = times[fresh], owner[fresh]
         bounds = np.searchsorted(owner, np.arange(self._num_ranks + 1))
-        parts, offset = {part: np.zeros(len(times)) for part in MEMORY_PARTS}, self._num_ranks
+        parts, offset = {part: np.zeros(len(times)) for part, _, _ in self._changes}, self._num_ranks
         for part, at, amount in self._changes:
             parts[part] += np.bincount(moment[offset : offset + at.size], amount.ravel(), len(times))
             offset += at.size
@@ -227,15 +228,36 @@ class _Ledger:
             # What one rank ends with is not what the next begins with.
             values[bounds[1:-1]] -= np.add.reduceat(values, bounds[:-1])[:-1]
             np.cumsum(values, out=values)
-        return tuple(
-            MemoryCurve(times=times[a:b], parts={part: values[a:b] for part, values in parts.items()})
-            for a, b in pairwise(bounds)
-        )
+        level = dict.fromkeys(MEMORY_PARTS, np.zeros(self._num_ranks)) | dict(constant)
+        for rank, (a, b) in enumerate(pairwise(bounds)):
+            yield MemoryCurve(
+                times=times[a:b],
+                parts={
+                    part: parts[part][a:b] if part in parts else np.broadcast_to(level[part][rank], b - a)
+                    for part in MEMORY_PARTS
+                },
+            )
+
+
+_TOGETHER = 2**15
+"""Micro-batches of ranks whose curves are made at once: enough to be fast, few enough to stay in a cache."""
 
 
 def memory_curves(plan: Plan, timelines: Sequence[RankTimeline]) -> tuple[MemoryCurve, ...]:
-    """Every rank's curve. Arrays below have a row per rank and a column per micro-batch."""
+    """Every rank's curve."""
+    held = step_bytes([plan])
+    at_once = max(1, _TOGETHER // plan.num_microbatches)
+    groups = (timelines[first : first + at_once] for first in range(0, len(timelines), at_once))
+    return tuple([curve for some in groups for curve in _curves(plan, some, held)])
+
+
+def _curves(plan: Plan, timelines: Sequence[RankTimeline], of_all: StepBytes) -> Iterator[MemoryCurve]:
+    """The curves of some ranks. Arrays below have a row per rank and a column per micro-batch."""
     stage_of = np.array([timeline.stage for timeline in timelines])
+    by_stage = {
+        field.name: getattr(of_all, field.name)[stage_of] for field in fields(StepBytes) if field.name != "batch"
+    }
+    held = replace(of_all, **by_stage)
     by_rank = [timeline.rows(plan.num_microbatches) for timeline in timelines]
     rows = {kind: np.stack([found[kind] for found in by_rank]) for kind in ("F", "R", "B")}
 
@@ -257,14 +279,12 @@ def memory_curves(plan: Plan, timelines: Sequence[RankTimeline]) -> tuple[Memory
         "gradient posted": _posted(plan.window, column("taken_s", takers)),
         "U end": np.repeat([[timeline.end_s[-1]] for timeline in timelines], plan.num_microbatches, axis=1),
     }
-    held = step_bytes([plan])
-    first_backward = np.empty_like(rows["B"], dtype=bool)
-    first_backward[stage_of] = rows["B"] == rows["B"].min(axis=1, keepdims=True)
+    first_backward = rows["B"] == rows["B"].min(axis=1, keepdims=True)
     ledger = _Ledger(len(timelines))
     for part, begin, end, amount in holdings(held, first_backward):
         if amount.any():
-            ledger.hold(part, moments[begin], moments[end], amount[stage_of, :, 0])
-    return ledger.curves({part: amount[stage_of, 0] for part, amount in held.constant().items()})
+            ledger.hold(part, moments[begin], moments[end], amount[:, :, 0])
+    return ledger.curves({part: amount[stage_of, 0] for part, amount in of_all.constant().items()})
 
 
 def _posted(window: int | None, taken: Array) -> Array:

@@ -24,13 +24,8 @@ def step_time_s(step: Step) -> float:
 
 def pipeline_time_s(step: Step) -> float:
     """T: from the first action's start to the last backward's end."""
-    backwards = [
-        timeline.end_s[row]
-        for timeline in step.ranks
-        for row, action in enumerate(timeline.actions)
-        if action.kind == "B"
-    ]
-    return float(max(backwards)) - _first_start_s(step)
+    last_backward = max(float(timeline.end_s[timeline.actions.are("B")].max()) for timeline in step.ranks)
+    return last_backward - _first_start_s(step)
 
 
 def busy_s(step: Step) -> Array:

@@ -1,5 +1,6 @@
 """Plan: everything that was chosen, ready to be simulated or run. The one artefact that both interpret."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,7 +62,7 @@ class Plan:
         """The dtype of the parameters: the profile's, which need not be the scenario's where it was imported."""
         return self.profile.dtype
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks in use, ascending: the order of every list "per rank"."""
         return tuple(sorted(self.placement))
@@ -162,15 +163,15 @@ class Plan:
         if network is None or network.bandwidth == float("inf"):
             return frozenset()
         routes = [self.nic_route(stage) for stage in range(self.num_stages - 1)]
-        passes = [nic for route in routes for nic in (*route, *backward_route(route))]
-        return frozenset(nic for nic in passes if passes.count(nic) > 1)
+        passes = Counter(nic for route in routes for nic in (*route, *backward_route(route)))
+        return frozenset(nic for nic, count in passes.items() if count > 1)
 
     @cached_property
     def crowded_nodes(self) -> frozenset[int]:
         """Nodes whose ranks outnumber their cores."""
         cluster = self.scenario.cluster
-        nodes = [cluster.node_of(rank) for rank in self.placement]
-        return frozenset(n for n in nodes if cluster.cores is not None and nodes.count(n) > cluster.cores)
+        nodes = Counter(cluster.node_of(rank) for rank in self.placement)
+        return frozenset(n for n, count in nodes.items() if cluster.cores is not None and count > cluster.cores)
 
 
 def sum_by_stage(layers: Array, balances: npt.NDArray[np.int_]) -> Array:

@@ -13,7 +13,10 @@ and B; recomputation and update are added in one place, `stage_order`.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from gpipe_sim.plan import Plan
 from gpipe_sim.scenario import BackwardOrder, Recompute, ScheduleName
@@ -31,6 +34,60 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+
+
+_KINDS: dict[int, Kind] = {ord("F"): "F", ord("R"): "R", ord("B"): "B", ord("U"): "U"}
+
+
+class ActionList(Sequence[Action]):
+    """One rank's actions, in order. A large plan has millions, so they are made when asked for.
+
+    They are held as two arrays, five bytes an action: the letters of their kinds, and their micro-batches.
+    """
+
+    __slots__ = ("kinds", "microbatches", "stage")
+
+    def __init__(self, stage: int, kinds: bytes, microbatches: npt.NDArray[np.int32]) -> None:
+        self.stage, self.kinds, self.microbatches = stage, kinds, microbatches
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> "ActionList":
+        """The same actions, all of one stage."""
+        if isinstance(actions, cls):
+            return actions
+        kinds, _, microbatches = zip(*actions, strict=True)
+        return cls(actions[0].stage, "".join(kinds).encode(), np.array(microbatches, dtype=np.int32))
+
+    def are(self, kind: Kind) -> npt.NDArray[np.bool_]:
+        """Which of the actions are of this kind."""
+        found: npt.NDArray[np.bool_] = np.frombuffer(self.kinds, dtype=np.uint8) == ord(kind)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
+    def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return Action(_KINDS[self.kinds[index]], self.stage, int(self.microbatches[index]))
+
+    def __iter__(self) -> Iterator[Action]:
+        stage = self.stage
+        for kind, microbatch in zip(self.kinds, self.microbatches.tolist(), strict=True):
+            yield Action(_KINDS[kind], stage, microbatch)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ActionList):
+            same = (self.stage, self.kinds) == (other.stage, other.kinds)
+            return same and np.array_equal(self.microbatches, other.microbatches)
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash((self.stage, self.kinds))
 
 
 Order = Iterator[tuple[Literal["F", "B"], int]]
@@ -103,15 +160,16 @@ def stage_order(
     yield "U", -1
 
 
-def stage_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+def stage_actions(plan: Plan, stage: int) -> ActionList:
     """One stage's list."""
     K, M = plan.num_stages, plan.num_microbatches
     order = stage_order(plan.schedule, stage, K, M, plan.backward, plan.recomputed(stage))
-    return tuple([Action(kind, stage, microbatch) for kind, microbatch in order])
+    kinds, microbatches = zip(*order, strict=True)
+    return ActionList(stage, "".join(kinds).encode(), np.array(microbatches, dtype=np.int32))
 
 
 @lru_cache(maxsize=4)
-def rank_actions(plan: Plan) -> tuple[tuple[Action, ...], ...]:
+def rank_actions(plan: Plan) -> tuple[ActionList, ...]:
     """Every rank's list, in the order of `Plan.ranks`."""
     stage_of = {rank: stage for stage, rank in enumerate(plan.placement)}
     return tuple(stage_actions(plan, stage_of[rank]) for rank in plan.ranks)

@@ -4,8 +4,11 @@ Each rank is a process that takes its actions in order, each as soon as its inpu
 between them. Ranks that share cores proceed at fair rates (`fairshare`).
 """
 
-from collections.abc import Generator, Mapping
+from array import array
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 from simpy import Environment, Event
@@ -16,7 +19,7 @@ from gpipe_sim.links import Edge, Link, ReplayedLink, SharedLink
 from gpipe_sim.memory import memory_curves
 from gpipe_sim.plan import Plan, backward_route
 from gpipe_sim.profile import Array
-from gpipe_sim.schedule import Action, Kind, gradient_takers, rank_actions
+from gpipe_sim.schedule import Action, ActionList, Kind, gradient_takers, rank_actions
 from gpipe_sim.step import RankTimeline, Step
 
 
@@ -59,7 +62,7 @@ def simulate(
     *,
     effects: Effects = ALL_EFFECTS,
     sample: int | None = None,
-    actions: tuple[tuple[Action, ...], ...] | None = None,
+    actions: Sequence[Sequence[Action]] | None = None,
     replay: Replay | None = None,
     memory: bool = True,
 ) -> Step:
@@ -73,14 +76,26 @@ def simulate(
         raise ValueError("the action lists have other actions than the plan, expected its own in another order")
     if replay is not None:
         effects = replace(effects, sharing=False)
-    simulation = _Simulation(plan, effects, sample, actions or rank_actions(plan), replay or Replay())
-    timelines = simulation.run()
+    lists = rank_actions(plan) if actions is None else tuple(map(ActionList.of, actions))
+    timelines = _Simulation(plan, effects, sample, lists, replay or Replay()).run()
     return Step(ranks=timelines, memory=memory_curves(plan, timelines) if memory else ())
 
 
-_Instruction = tuple[float, float, int, Link | None, Link | None]
-"""What a rank's process needs of an action: the engine's overhead before it, its seconds, its micro-batch, the link
-that it receives from and the link that it sends to."""
+class _Program(NamedTuple):
+    """What a rank's process needs of each action: columns, because there may be millions.
+
+    An action's *way* is how it receives and sends: 1 it takes a message, +2 it sends one, +4 of the backward pass.
+    """
+
+    overheads: Iterable[float]
+    """The engine's, before each action."""
+    seconds: "array[float]"
+    microbatches: "array[int]"
+    ways: bytes
+    sources: tuple[Link | None, ...]
+    """Way -> the link that it receives from."""
+    targets: tuple[Link | None, ...]
+    """Way -> the link that it sends to."""
 
 
 class _Simulation:
@@ -91,7 +106,7 @@ class _Simulation:
         plan: Plan,
         effects: Effects,
         sample: int | None,
-        actions: tuple[tuple[Action, ...], ...],
+        actions: tuple[ActionList, ...],
         replay: Replay,
     ) -> None:
         self.plan, self.effects, self.actions, self.replay = plan, effects, actions, replay
@@ -107,8 +122,8 @@ class _Simulation:
 
     def run(self) -> tuple[RankTimeline, ...]:
         self.programs = [self._program(actions) for actions in self.actions]
-        self.starts: list[list[float]] = [[] for _ in self.programs]
-        self.ends: list[list[float]] = [[] for _ in self.programs]
+        self.starts = [array("d") for _ in self.programs]
+        self.ends = [array("d") for _ in self.programs]
         processes = [self.env.process(self._rank(position)) for position in range(len(self.programs))]
         self.env.run()
         stuck = [position for position, process in enumerate(processes) if process.is_alive]
@@ -120,10 +135,12 @@ class _Simulation:
     def _rank(self, position: int) -> Generator[Event, None, None]:
         """A rank: wait for the input, compute, send the result on."""
         env, timeout, blocking = self.env, self.env.timeout, self.blocking
-        starts, ends = self.starts[position], self.ends[position]
+        program, starts, ends = self.programs[position], self.starts[position].append, self.ends[position].append
+        sources, targets = program.sources, program.targets
         cores = self.cores.get(self._node(position))
         now = env.now
-        for overhead, seconds, microbatch, source, target in self.programs[position]:
+        for overhead, seconds, microbatch, way in zip(*program[:4], strict=False):  # overheads have no end
+            source, target = sources[way], targets[way]
             if source is not None:
                 if source.arrival[microbatch] > now:
                     self.waits[position] = f"waits for {source.name} of micro-batch {microbatch}"
@@ -131,14 +148,14 @@ class _Simulation:
                     now = env.now
                 source.post(now)
             if cores is None:
-                starts.append(now + overhead)
+                starts(now + overhead)
                 yield timeout(overhead + seconds)
             else:
                 yield timeout(overhead)
-                starts.append(env.now)
+                starts(env.now)
                 yield cores.run(seconds, 1.0, ("cores",))
             now = env.now
-            ends.append(now)
+            ends(now)
             if target is not None:
                 target.send(microbatch, now)
                 if blocking and target.arrival[microbatch] > now:
@@ -146,48 +163,61 @@ class _Simulation:
                     yield target.wait(microbatch)
                     now = env.now
 
-    def _program(self, actions: tuple[Action, ...]) -> list[_Instruction]:
+    def _program(self, actions: ActionList) -> _Program:
         """Look up once what the process would otherwise look up for every action."""
-        program: list[_Instruction] = []
-        takers = {stage: gradient_takers(self.plan, stage) for stage in {action.stage for action in actions}}
-        forward, backward, last = self.forward_links, self.backward_links, self.plan.num_stages - 1
-        measured, gaps, overhead = self.replay.compute, self.replay.gaps, self.action_overhead
-        for action in actions:
-            kind, stage, microbatch = action
-            source = target = None
-            if kind == "F":
-                source = forward[stage - 1] if stage > 0 else None
-                target = forward[stage] if stage < last else None
-            elif kind != "U":
-                source = backward[stage] if stage < last and takers[stage][microbatch] == kind else None
-                target = backward[stage - 1] if stage > 0 and kind == "B" else None
-            if source is not None:
-                source.expect(microbatch)
-            seconds = self.seconds[kind][stage][microbatch]
-            if measured:
-                seconds = measured.get(action, seconds)
-            if gaps is not None:
-                overhead = gaps.get(action, self.action_overhead)
-            program.append((overhead, seconds, microbatch, source, target))
-        return program
+        plan, stage, microbatches = self.plan, actions.stage, actions.microbatches
+        first, last = stage == 0, stage == plan.num_stages - 1
+        forward, again, backward = (actions.are(kind) for kind in ("F", "R", "B"))
+        takes_gradient = backward
+        if plan.recompute == "on_demand":
+            by_recompute = np.array([kind == "R" for kind in gradient_takers(plan, stage)])
+            takes_gradient = np.where(by_recompute[microbatches], again, backward)
+        takes = takes_gradient if first else forward if last else forward | takes_gradient
+        sends = forward if first else backward if last else forward | backward
+        if first and last:
+            takes = sends = np.zeros(len(actions), dtype=bool)
+        incoming = (None if first else self.forward_links[stage - 1], None if last else self.backward_links[stage])
+        outgoing = (None if last else self.forward_links[stage], None if first else self.backward_links[stage - 1])
+        for link, is_its in zip(incoming, (forward, ~forward), strict=True):
+            if link is not None:
+                link.expect(microbatches[takes & is_its])
+        seconds = np.full(len(actions), self.seconds["U"][stage, 0])
+        for of_kind, are in ((self.seconds["F"], forward), (self.seconds["R"], again), (self.seconds["B"], backward)):
+            seconds[are] = of_kind[stage, microbatches[are]]
+        overheads: Iterable[float] = repeat(self.action_overhead)
+        if self.replay.compute or self.replay.gaps is not None:
+            measured, gaps = self.replay.compute, self.replay.gaps or {}
+            seconds = np.array([measured.get(a, modelled) for a, modelled in zip(actions, seconds, strict=True)])
+            overheads = [gaps.get(action, self.action_overhead) for action in actions]
+        return _Program(
+            overheads,
+            array("d", seconds.tobytes()),
+            array("i", microbatches.tobytes()),
+            (takes + 2 * sends + 4 * ~forward).astype(np.uint8).tobytes(),
+            tuple([incoming[way // 4] if way & 1 else None for way in range(8)]),
+            tuple([outgoing[way // 4] if way & 2 else None for way in range(8)]),
+        )
 
     def _node(self, position: int) -> int:
         return self.plan.scenario.cluster.node_of(self.plan.ranks[position])
 
-    def _seconds(self, sample: int | None) -> dict[Kind, list[list[float]]]:
+    def _seconds(self, sample: int | None) -> dict[Kind, Array]:
         """Kind -> stage -> micro-batch -> seconds of compute, the update's as its only entry."""
         forward, backward = self.plan.forward_s, self.plan.backward_s
         times: dict[Kind, Array] = {"F": forward, "R": forward, "B": backward, "U": self.plan.update_s[:, None]}
         if sample is not None:
             factors = jitter_factors(self.plan, [sample])
             times = {kind: values * factors[kind][:, :, 0] for kind, values in times.items()}
-        return {kind: values.tolist() for kind, values in times.items()}
+        return times
 
     def _links(self) -> tuple[list[Link], list[Link]]:
         """Two links per edge, fairly shared where other traffic passes the same NIC."""
-        plan, env, effects, sizes = self.plan, self.env, self.effects, self.plan.message_bytes.tolist()
+        plan, env, effects, sizes = self.plan, self.env, self.effects, self.plan.message_bytes
         hop = plan.profile.hop_overhead_s if effects.overhead else 0.0
-        network, transfers = plan.scenario.cluster.network, self.replay.transfers
+        network = plan.scenario.cluster.network
+        transfers: dict[tuple[Kind, int], dict[int, float]] = {}
+        for (kind, stage, microbatch), seconds in self.replay.transfers.items():
+            transfers.setdefault((kind, stage), {})[microbatch] = seconds
         nics = FairShare(env, dict.fromkeys(plan.shared_nics, network.bandwidth) if network else {})
         forward: list[Link] = []
         backward: list[Link] = []
@@ -201,8 +231,7 @@ class _Simulation:
                 (backward, backward_route(route), f"the gradient from stage {stage + 1}"),
             ):
                 shared = plan.shared_nics.intersection(uses)
-                sender, kind = (stage, "F") if links is forward else (stage + 1, "B")
-                given = {a.microbatch: t for a, t in transfers.items() if a.stage == sender and a.kind == kind}
+                given = transfers.get(("F", stage) if links is forward else ("B", stage + 1))
                 if given:
                     links.append(ReplayedLink(env, name, sizes[stage], edge, given))
                 elif shared and effects.communication and effects.sharing:
@@ -219,15 +248,26 @@ class _Simulation:
         return {node: FairShare(self.env, {"cores": float(cores)}) for node in self.plan.crowded_nodes}
 
     def _timeline(self, position: int) -> RankTimeline:
-        nothing, program = float("nan"), self.programs[position]
+        actions, program = self.actions[position], self.programs[position]
+        ways, microbatches = np.frombuffer(program.ways, dtype=np.uint8), actions.microbatches
+        columns = np.full((3, len(actions)), np.nan)
+        arrived, send_start, send_end = columns
+        for way in set(program.ways):
+            source, target = program.sources[way], program.targets[way]
+            rows = np.flatnonzero(ways == way)
+            if source:
+                arrived[rows] = np.frombuffer(source.arrival)[microbatches[rows]]
+            if target:
+                send_start[rows] = np.frombuffer(target.start)[microbatches[rows]]
+                send_end[rows] = np.frombuffer(target.arrival)[microbatches[rows]]
         return RankTimeline(
             rank=self.plan.ranks[position],
-            stage=self.actions[position][0].stage,
-            actions=self.actions[position],
-            start_s=np.array(self.starts[position]),
-            end_s=np.array(self.ends[position]),
-            arrived_s=np.array([source.arrival[m] if source else nothing for _, _, m, source, _ in program]),
-            send_start_s=np.array([target.start[m] if target else nothing for _, _, m, _, target in program]),
-            send_end_s=np.array([target.arrival[m] if target else nothing for _, _, m, _, target in program]),
+            stage=actions.stage,
+            actions=actions,
+            start_s=np.frombuffer(self.starts[position]),
+            end_s=np.frombuffer(self.ends[position]),
+            arrived_s=arrived,
+            send_start_s=send_start,
+            send_end_s=send_end,
             blocking=self.blocking,
         )

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_sim.profile import Array
-from gpipe_sim.schedule import Action
+from gpipe_sim.schedule import Action, ActionList, Kind
 
+_COMPUTING: tuple[Kind, ...] = ("F", "R", "B")
 Lane = Literal["compute", "send", "receive"]
 
 
@@ -37,7 +38,7 @@ class RankTimeline:
 
     rank: int
     stage: int
-    actions: tuple[Action, ...]
+    actions: ActionList
     start_s: Array
     end_s: Array
     arrived_s: Array
@@ -51,11 +52,12 @@ class RankTimeline:
 
     def rows(self, num_microbatches: int) -> dict[str, npt.NDArray[np.int_]]:
         """Kind (F, R, B) -> micro-batch -> the row of that action; -1 where there is none."""
-        found = {kind: [-1] * num_microbatches for kind in ("F", "R", "B")}
-        for row, (kind, _, microbatch) in enumerate(self.actions):
-            if microbatch >= 0:
-                found[kind][microbatch] = row
-        return {kind: np.array(rows) for kind, rows in found.items()}
+        found: dict[str, npt.NDArray[np.int_]] = {}
+        for kind in _COMPUTING:
+            rows = np.flatnonzero(self.actions.are(kind))
+            found[kind] = np.full(num_microbatches, -1)
+            found[kind][self.actions.microbatches[rows]] = rows
+        return found
 
     @property
     def taken_s(self) -> Array:
@@ -66,7 +68,7 @@ class RankTimeline:
 
     def busy_s(self) -> float:
         """Seconds in F, R and B."""
-        is_compute = np.array([action.kind != "U" for action in self.actions])
+        is_compute = ~self.actions.are("U")
         return float((self.end_s - self.start_s)[is_compute].sum())
 
     def spans(self) -> Iterator[Span]:

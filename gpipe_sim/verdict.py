@@ -16,6 +16,8 @@ from gpipe_sim.simulate import simulate
 from gpipe_sim.step import Step
 from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
 
+_LARGE = 2**15
+"""Micro-batches on stages from which on a simulation takes noticeably long."""
 _NEVER: Checkpoint = "never"
 _ALWAYS: Checkpoint = "always"
 
@@ -79,7 +81,9 @@ def _smaller_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if finer:
         words.append(f"{finer[-1]} micro-batches")
     most = plan.scenario.cluster.num_devices or 4 * plan.num_stages
-    for K in range(plan.num_stages + 1, min(most, plan.profile.num_layers, 4 * plan.num_stages) + 1):
+    # Each try of a large plan takes long: then only the double, the triple ...
+    step = 1 if plan.num_stages * plan.num_microbatches < _LARGE else plan.num_stages
+    for K in range(plan.num_stages + step, min(most, plan.profile.num_layers, 4 * plan.num_stages) + 1, step):
         update = {"stages": K, "microbatches": max([plan.num_microbatches, *finer]), "checkpoint": _ALWAYS}
         changed = spec.model_copy(update=update | {"balance": None, "placement": None})
         yield " and ".join([*words, f"{K} stages"]), make_plan(replace(plan.scenario, plan=changed))
