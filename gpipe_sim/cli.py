@@ -20,6 +20,7 @@ from gpipe_sim.commands.plan import plan
 from gpipe_sim.commands.profile import profile
 from gpipe_sim.commands.run import compare, run
 from gpipe_sim.commands.simulate import simulate
+from gpipe_sim.commands.validate import validate
 from gpipe_sim.files import InputError
 
 app = typer.Typer(
@@ -75,7 +76,7 @@ def _options(
     pass
 
 
-for command in (simulate, plan, profile, run, compare, export, dashboard, catalog, demo):
+for command in (simulate, plan, profile, run, compare, export, dashboard, catalog, validate, demo):
     app.command()(command)
 
 

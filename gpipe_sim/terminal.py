@@ -179,7 +179,7 @@ def _some(ranks: Sequence[_T]) -> Sequence[_T]:
 
 
 def _kinds(step: Step) -> list[str]:
-    present = {action.kind for timeline in step.ranks for action in timeline.actions}
+    present = {chr(kind) for timeline in step.ranks for kind in set(timeline.actions.kinds)}
     return [kind for kind in KINDS if kind in present]
 
 
