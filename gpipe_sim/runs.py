@@ -195,3 +195,60 @@ def past_errors(runs: Path) -> list[float]:
         except (OSError, ValueError, KeyError, TypeError):  # someone else's file
             continue
     return errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One compared run in a line; errors are (predicted - measured) / measured, that of the bubble is in points."""
+
+    name: str
+    """Of its directory."""
+    utc: datetime | None
+    """When it was started, as the directory's name says."""
+    device: str
+    schedule: str
+    checkpoint: str
+    """The stages' mode, ``per stage`` where they differ."""
+    num_stages: int
+    num_microbatches: int
+    predicted_s: float
+    measured_s: float
+    error: float
+    """Of the step time."""
+    bubble_error: float
+    memory_errors: tuple[float, ...] | None
+    """Of each rank's peak; None where it was not measured."""
+
+
+def summaries(runs: Path) -> list[RunSummary]:
+    """Every compared run in a folder that can be read, oldest first."""
+    found = []
+    for path in sorted(runs.glob("*/compare.json")):
+        try:
+            found.append(_summary(path.parent))
+        except (OSError, ValueError, KeyError, TypeError):  # someone else's file
+            continue
+    return found
+
+
+def _summary(directory: Path) -> RunSummary:
+    compared = json.loads((directory / "compare.json").read_text())
+    plan = load_plan(directory / "plan.yaml")
+    place = directory / "environment.json"
+    device = json.loads((place if place.is_file() else directory / "measured.json").read_text())["device"]
+    time, peaks = compared["step_time"], compared["peak_memory_bytes"]["error"]
+    began = re.match(r"\d{8}T\d{6}Z", directory.name)
+    return RunSummary(
+        name=directory.name,
+        utc=datetime.strptime(began[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC) if began else None,
+        device=str(device),
+        schedule=plan.schedule,
+        checkpoint=plan.checkpoint[0] if len(set(plan.checkpoint)) == 1 else "per stage",
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        predicted_s=float(time["predicted_s"]),
+        measured_s=float(time["measured_s"]),
+        error=float(time["error"]),
+        bubble_error=float(compared["bubble_fraction"]["error"]),
+        memory_errors=tuple(map(float, peaks)) if peaks is not None else None,
+    )

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from gpipe_sim.compare import compare_run
 from gpipe_sim.planfile import load_plan, save_plan
 from gpipe_sim.predict import predict
 from gpipe_sim.profile import load_profile
-from gpipe_sim.runs import load_run, new_run_directory
+from gpipe_sim.runs import load_run, new_run_directory, summaries
 from gpipe_sim.schedule import rank_actions, sender_of
 
 pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
@@ -153,6 +155,25 @@ def test_layers_that_do_not_compute_are_not_timed(capsys, tmp_path):
         main(["run", str(scenario_file(tmp_path, "fine")), "--device", "rehearse", "--reprofile"])
     assert ended.value.code == 2
     assert "--reprofile: needs layers that compute on this machine" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_is_summed_up_in_a_line_each(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "20260102T030405Z-second")
+    shutil.copytree(finished, tmp_path / "first")
+    (tmp_path / "first" / "environment.json").unlink()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "compare.json").write_text("[]")
+    second, first = summaries(tmp_path)
+    compared = json.loads((finished / "compare.json").read_text())
+    assert (second.name, second.utc) == ("20260102T030405Z-second", datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    assert (first.name, first.utc) == ("first", None)
+    for run in (first, second):
+        assert (run.device, run.schedule, run.checkpoint) == ("cpu", "gpipe", "always")
+        assert (run.num_stages, run.num_microbatches) == (2, 4)
+        assert run.predicted_s == compared["step_time"]["predicted_s"]
+        assert run.error == pytest.approx((run.predicted_s - run.measured_s) / run.measured_s)
+        assert run.bubble_error == compared["bubble_fraction"]["error"]
+        assert run.memory_errors == tuple(compared["peak_memory_bytes"]["error"])
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
