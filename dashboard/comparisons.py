@@ -1,31 +1,65 @@
-"""A comparison to plotly figures: predicted and measured timelines on one axis, residuals, the attribution."""
+"""Comparisons to plotly figures: predicted and measured over each other, residuals, the attribution, all runs."""
 
 from collections.abc import Sequence
+from html import escape
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from dashboard.figures import gantt
-from dashboard.style import INK, NO_LEGEND, figure, memory_unit, rank_shades, time_unit
+from dashboard.figures import HOVER, Strip, drawn, gantt_height, rank_ticks
+from dashboard.style import INK, MAX_TICKS, NO_LEGEND, figure, memory_unit, rank_shades, time_unit
 from gpipe_sim import palette
 from gpipe_sim.compare import PARTS, Comparison
 from gpipe_sim.metrics import step_time_s
+from gpipe_sim.runs import RunSummary
 from gpipe_sim.step import Step
 from gpipe_sim.units import format_seconds
 
 _COLORS = {"compute": palette.KINDS["F"], "communication": palette.LANES["send"], "overhead": "#666666"}
 
 
-def timelines(comparison: Comparison) -> tuple[go.Figure, go.Figure]:
-    """Gantt charts of the predicted and of the median measured step, with the same range and unit of time."""
-    steps = (comparison.prediction.step, comparison.typical)
-    longest = max(map(step_time_s, steps))
-    charts = tuple(gantt(step) for step in steps)
+_UPPER, _LOWER = -0.2, 0.2
+"""Where in a rank's row its two strips lie, and how wide they are."""
+_THIN = 0.34
+
+
+def timelines(comparison: Comparison) -> go.Figure:
+    """The predicted and the median measured step over each other: two strips per rank, in the same colours.
+
+    rank 0   [F0][F1][F2]            [B2]...       predicted
+             [F0][F1] [F2]             [B2]...     measured
+
+    Waiting and messages are left out: what is late shows by itself.
+    """
+    predicted, measured = comparison.prediction.step, comparison.typical
+    row = {timeline.rank: index for index, timeline in enumerate(predicted.ranks)}
+    longest = max(map(step_time_s, (predicted, measured)))
     size, unit = time_unit(longest)
-    for step, chart in zip(steps, charts, strict=True):
-        own_size, _ = time_unit(step_time_s(step))
-        chart.update_xaxes(range=[0, 1.02 * longest / own_size], title=f"time, {unit}" if own_size == size else None)
-    return charts[0], charts[1]
+    strips = []
+    for how, offset, step in (("predicted", _UPPER, predicted), ("measured", _LOWER, measured)):
+        spans = [span for span in step.spans() if span.lane == "compute"]
+        for kind, name in palette.KIND_NAMES.items():
+            found = [span for span in spans if span.action.kind == kind]
+            look = {"legendgroup": kind, "showlegend": how == "predicted"}  # one entry switches both
+            hover = f"{how} {HOVER}<extra>{name}</extra>"
+            strips.append(Strip(name, palette.KINDS[kind], offset, _THIN, found, labelled=True, hover=hover, look=look))
+    height = gantt_height(len(row))
+    ticks = rank_ticks(predicted)
+    if len(row) <= MAX_TICKS // 2:
+        names = [f"{name} {how}" for name in ticks["ticktext"] for how in ("predicted", "measured")]
+        places = [place + offset for place in ticks["tickvals"] for offset in (_UPPER, _LOWER)]
+        ticks |= {"tickvals": places, "ticktext": names}
+    traces, shapes = drawn(strips, row, size, height)
+    return figure(
+        *traces,
+        height=height,
+        shapes=shapes,
+        x={"title": {"text": f"time, {unit}"}, "range": [0, 1.02 * longest / size]},
+        y=ticks | {"range": [len(row) - 0.5, -0.5]},
+        barmode="overlay",
+        uniformtext={"minsize": 8, "mode": "hide"},
+    )
 
 
 def residuals(predicted: Step, measured: Sequence[Step]) -> go.Figure:
@@ -90,3 +124,44 @@ def attribution(comparison: Comparison) -> go.Figure:
     )
     x = {"title": {"text": f"predicted - measured, {unit}"}}
     return figure(bars, height=340, x=x, y={"autorange": "reversed", "showgrid": False}, margin=dict(NO_LEGEND))
+
+
+def accuracy(summaries: Sequence[RunSummary]) -> go.Figure:
+    """Predicted against measured step time of every run, both logarithmic; on the diagonal it was predicted right."""
+    ends = [bound(run.measured_s, run.predicted_s) for bound in (min, max) for run in summaries]
+    low, high = min(ends) / 1.5, max(ends) * 1.5
+    size, unit = time_unit(high / 1.5)
+    edges = [low / size, high / size]
+    diagonal = {"mode": "lines", "line": {"color": INK, "dash": "dot", "width": 1}, "hoverinfo": "skip"}
+    traces = [go.Scatter(x=edges, y=edges, name="as predicted", **diagonal)]
+    for index, device in enumerate(sorted({run.device for run in summaries})):
+        found = [run for run in summaries if run.device == device]
+        color, symbol = _DEVICE_LOOKS[index % len(_DEVICE_LOOKS)]
+        traces.append(
+            go.Scatter(
+                x=[run.measured_s / size for run in found],
+                y=[run.predicted_s / size for run in found],
+                mode="markers",
+                marker={"color": color, "symbol": symbol, "size": 10},
+                name=escape(device) or "unknown",
+                hovertext=list(map(_described, found)),
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    axis: dict[str, Any] = {"type": "log", "range": np.log10(edges).tolist()}
+    x, y = (axis | {"title": {"text": f"{how} step time, {unit}"}} for how in ("measured", "predicted"))
+    return figure(*traces, height=420, x=x, y=y)
+
+
+_DEVICE_LOOKS = (
+    (palette.KINDS["F"], "circle"),
+    (palette.KINDS["B"], "diamond"),
+    (palette.KINDS["U"], "square"),
+    (palette.LANES["send"], "triangle-up"),
+)
+
+
+def _described(run: RunSummary) -> str:
+    times = f"predicted {format_seconds(run.predicted_s)}, measured {format_seconds(run.measured_s)}"
+    what = f"K={run.num_stages}, M={run.num_microbatches}, {run.schedule}, recompute {run.checkpoint}"
+    return "<br>".join(map(escape, [run.name, what, f"{times}: {run.error:+.1%}"]))

@@ -1,6 +1,7 @@
-"""One step to plotly figures: pure functions, shared by the HTML report and, later, the dashboard."""
+"""One step to plotly figures: pure functions, shared by the HTML report and the dashboard."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -15,14 +16,17 @@ from gpipe_sim.profile import Array
 from gpipe_sim.step import MEMORY_PARTS, Span, Step
 from gpipe_sim.units import format_seconds
 
-MAX_HOVERS = 20_000
-"""Beyond this many spans messages and waiting are left out, beyond half of it so are hover texts."""
+MAX_SPANS = 20_000
+"""Beyond this many spans messages and waiting are left out."""
+
+MAX_HOVERS = 10_000
+"""Beyond this many spans one outline for each kind of action is drawn, which says nothing of its parts."""
 
 MAX_BARS = 4000
 """Beyond this many bars a browser takes seconds to draw or zoom them; lines on the graphics card do not."""
 
 
-def _rank_ticks(step: Step) -> dict[str, Any]:
+def rank_ticks(step: Step) -> dict[str, Any]:
     """An axis with a row or column for each rank, in the order of the step; the stage is named where it differs."""
     names = [f"{t.rank}" if t.rank == t.stage else f"{t.rank} (stage {t.stage})" for t in step.ranks]
     every = -(-len(names) // MAX_TICKS)
@@ -35,7 +39,125 @@ _BAR, _LANE = 0.62, 0.12
 _SEND = (_BAR + _LANE) / 2 + 0.02
 """A message lies below the action that sends it; waiting is drawn in the middle of the row, where no action is."""
 
-_HOVER = "%{hovertext}<br>%{customdata[0]:.5~s}s to %{customdata[1]:.5~s}s<br>takes %{customdata[2]:.4~s}s"
+HOVER = "%{hovertext}<br>%{customdata[0]:.5~s}s to %{customdata[1]:.5~s}s<br>takes %{customdata[2]:.4~s}s"
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Spans that are drawn alike: one trace."""
+
+    name: str
+    color: str
+    offset: float
+    """From the middle of the rank's row, down."""
+    width: float
+    """In rows."""
+    spans: Sequence[Span]
+    labelled: bool = False
+    """Whether the micro-batch's number stands in each bar that has room for it."""
+    hover: str = HOVER + "<extra>%{fullData.name}</extra>"
+    look: Mapping[str, Any] = field(default_factory=dict)
+
+
+MAX_NUMBERS = 600
+"""Up to this many bars numbers come and go as one zooms; beyond, they are there only if they can be read at once."""
+
+
+def draw(strips: Sequence[Strip], row: Mapping[int, int], size: float, height: int) -> list[Any]:
+    """A trace for each strip: bars, or, of so many that a browser could not keep up, lines on the graphics card."""
+    total = sum(len(strip.spans) for strip in strips)
+    as_lines, row_px = total > MAX_BARS, (height - 90) / len(row)
+    with_numbers = total <= MAX_NUMBERS or _readable(strips)
+    traces: list[Any] = []
+    for strip in strips:
+        found = strip.spans
+        if not found:
+            continue
+        start = np.array([span.start_s for span in found])
+        end = np.array([span.end_s for span in found])
+        y = np.array([row[span.rank] for span in found]) + strip.offset
+        shared: dict[str, Any] = {"name": strip.name, "hovertemplate": strip.hover, **strip.look}
+        hover, times = [str(span.action) for span in found], np.stack([start, end, end - start], axis=1)
+        if as_lines:
+            gap = np.full(len(found), np.nan)
+            traces.append(
+                go.Scattergl(
+                    **shared,
+                    x=np.stack([start / size, end / size, gap], axis=1).ravel(),
+                    y=np.stack([y, y, gap], axis=1).ravel(),
+                    mode="lines",
+                    line={"color": strip.color, "width": max(1.0, strip.width * row_px)},
+                    hovertext=[text for text in hover for _ in range(3)],
+                    customdata=np.repeat(times, 3, axis=0).astype(np.float32),
+                )
+            )
+        else:
+            traces.append(
+                go.Bar(
+                    **shared,
+                    orientation="h",
+                    base=start / size,
+                    x=(end - start) / size,
+                    y=y,
+                    width=strip.width,
+                    marker={"color": strip.color, "line": {"width": 0}},
+                    hovertext=hover,
+                    customdata=times,
+                    **(_numbers(found) if strip.labelled and with_numbers else {}),
+                )
+            )
+    return traces
+
+
+def _readable(strips: Sequence[Strip]) -> bool:
+    """Whether a typical bar is wide enough for a number, in a chart as wide as most screens allow."""
+    spans = [span for strip in strips if strip.labelled for span in strip.spans]
+    end = max((span.end_s for span in spans), default=0.0)
+    widths = [span.end_s - span.start_s for span in spans]
+    return bool(widths) and float(np.median(widths)) / end * _CHART_PX >= _NUMBER_PX
+
+
+_CHART_PX, _NUMBER_PX = 1000, 12
+
+
+def outlines(strips: Sequence[Strip], row: Mapping[int, int], size: float) -> list[dict[str, Any]]:
+    """A shape for each strip, all of its spans in one path: quick for any number of them, but nothing to hover over."""
+    shapes = []
+    for strip in strips:
+        if strip.spans:
+            starts = np.array([span.start_s for span in strip.spans]) / size
+            ends = np.array([span.end_s for span in strip.spans]) / size
+            half = strip.width / 2
+            sides = {index: (index + strip.offset - half, index + strip.offset + half) for index in row.values()}
+            edges = [sides[row[span.rank]] for span in strip.spans]
+            path = "".join(
+                f"M{start:.7g},{top:.4g}H{end:.7g}V{bottom:.4g}H{start:.7g}Z"
+                for start, end, (top, bottom) in zip(starts.tolist(), ends.tolist(), edges, strict=True)
+            )
+            look = {"fillcolor": strip.color, "line": {"width": 0}, "name": strip.name, "showlegend": True}
+            shapes.append({"type": "path", "path": path, **look, **strip.look})
+    return shapes
+
+
+def drawn(strips: Sequence[Strip], row: Mapping[int, int], size: float, height: int) -> tuple[list[Any], list[Any]]:
+    """Traces and shapes of the strips, whichever a browser draws in time."""
+    if sum(len(strip.spans) for strip in strips) <= MAX_HOVERS:
+        return draw(strips, row, size, height), []
+    end = max(span.end_s for strip in strips for span in strip.spans) / size
+    bounds = go.Scatter(x=[0, end], y=[0, len(row) - 1], mode="markers", marker={"opacity": 0}, showlegend=False)
+    return [bounds.update(hoverinfo="skip")], outlines(strips, row, size)
+
+
+def _numbers(spans: Sequence[Span]) -> dict[str, Any]:
+    numbers = [str(span.action.microbatch) if span.action.microbatch >= 0 else "" for span in spans]
+    digits = max(map(len, numbers))
+    numbers = [number.rjust(digits, "\u2007") for number in numbers]  # all as wide, so all shown or none
+    return {"text": numbers, "textposition": "inside", "textangle": 0, "insidetextanchor": "middle"}
+
+
+def gantt_height(num_rows: int) -> int:
+    """Pixels: rows get thinner as there are more of them."""
+    return 90 + num_rows * max(8, min(44, 640 // num_rows))
 
 
 def gantt(step: Step, critical: Sequence[Span] | None = None, title: str | None = None) -> go.Figure:
@@ -51,72 +173,26 @@ def gantt(step: Step, critical: Sequence[Span] | None = None, title: str | None 
     size, unit = time_unit(step_time_s(step))
     spans = list(step.spans())
     as_lines = len(spans) > MAX_BARS
-    if len(spans) > MAX_HOVERS:
+    if len(spans) > MAX_SPANS:
         spans = [span for span in spans if span.lane == "compute"]
-    height = 90 + len(row) * max(8, min(44, 640 // len(row)))
-    row_px = (height - 90) / len(row)
-
-    groups: list[tuple[str, str, float, float, list[Span]]] = []
+    strips = []
     for lane, name, offset in (("receive", "waiting", 0.0), ("send", "message", _SEND)):
-        found = [span for span in spans if span.lane == lane]
-        groups.append((name, palette.LANES[lane], offset, _LANE, found))
+        strips.append(Strip(name, palette.LANES[lane], offset, _LANE, [span for span in spans if span.lane == lane]))
     for kind, name in palette.KIND_NAMES.items():
         found = [span for span in spans if span.lane == "compute" and span.action.kind == kind]
-        groups.append((name, palette.KINDS[kind], 0.0, _BAR, found))
-
-    traces: list[Any] = []
-    for name, color, offset, width, found in groups:
-        if not found:
-            continue
-        start = np.array([span.start_s for span in found])
-        end = np.array([span.end_s for span in found])
-        y = np.array([row[span.rank] for span in found]) + offset
-        shared = {"name": name, "hovertemplate": _HOVER + "<extra>%{fullData.name}</extra>"}
-        hover, times = [str(span.action) for span in found], np.stack([start, end, end - start], axis=1)
-        if as_lines and len(spans) > MAX_HOVERS // 2:  # texts for each would make the page too heavy to open
-            shared, hover, times = {"name": name, "hoverinfo": "name"}, [], times[:0]
-        if as_lines:
-            thrice = np.repeat(times, 3, axis=0).astype(np.float32)
-            gap = np.full(len(found), np.nan)
-            traces.append(
-                go.Scattergl(
-                    **shared,
-                    x=np.stack([start / size, end / size, gap], axis=1).ravel(),
-                    y=np.stack([y, y, gap], axis=1).ravel(),
-                    mode="lines",
-                    line={"color": color, "width": max(1.0, width * row_px)},
-                    hovertext=[text for text in hover for _ in range(3)],
-                    customdata=thrice,
-                )
-            )
-        else:
-            numbers = [str(span.action.microbatch) if span.action.microbatch >= 0 else "" for span in found]
-            digits = max(map(len, numbers))
-            numbers = [number.rjust(digits, "\u2007") for number in numbers]  # all as wide, so all shown or none
-            traces.append(
-                go.Bar(
-                    **shared,
-                    orientation="h",
-                    base=start / size,
-                    x=(end - start) / size,
-                    y=y,
-                    width=width,
-                    marker={"color": color, "line": {"width": 0}},
-                    hovertext=hover,
-                    customdata=times,
-                    **({"text": numbers, "textposition": "inside", "textangle": 0} if width == _BAR else {}),
-                    insidetextanchor="middle",
-                )
-            )
+        strips.append(Strip(name, palette.KINDS[kind], 0.0, _BAR, found, labelled=True))
+    height = gantt_height(len(row))
+    traces, shapes = drawn(strips, row, size, height)
     if critical:
         traces.append(_outline(critical, row, size, gl=as_lines))
     return figure(
         *traces,
         height=height,
         x={"title": {"text": f"time, {unit}"}, "rangemode": "tozero"},
-        y=_rank_ticks(step) | {"range": [len(row) - 0.5, -0.5]},
+        y=rank_ticks(step) | {"range": [len(row) - 0.5, -0.5]},
         barmode="overlay",
-        uniformtext={"minsize": 8, "mode": "hide"},  # numbers come and go as one zooms
+        shapes=shapes,
+        uniformtext={"minsize": 8, "mode": "hide"},
         title={"text": escape(title), "automargin": True, "yref": "container"} if title else None,
     )
 
@@ -195,7 +271,7 @@ def memory_parts(step: Step, limit_bytes: float) -> go.Figure:
         *traces,
         limit_line(limit_bytes, most, (-0.5, len(ranks) - 0.5), size),
         height=340,
-        x=_rank_ticks(step) | {"range": [-0.5, len(ranks) - 0.5]},
+        x=rank_ticks(step) | {"range": [-0.5, len(ranks) - 0.5]},
         y={"title": {"text": f"memory at the peak, {unit}"}, "rangemode": "tozero"},
         barmode="stack",
     )
@@ -212,7 +288,7 @@ def utilization(step: Step, busy_share: Array) -> go.Figure:
         hovertemplate="rank %{customdata}: %{y:.1%}<extra></extra>",
     )
     y = {"title": {"text": "busy"}, "range": [0, 1], "tickformat": ".0%"}
-    return figure(bar, height=340, x=_rank_ticks(step), y=y, margin=dict(NO_LEGEND))
+    return figure(bar, height=340, x=rank_ticks(step), y=y, margin=dict(NO_LEGEND))
 
 
 def waterfall(breakdown_s: Mapping[str, float]) -> go.Figure:

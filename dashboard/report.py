@@ -64,10 +64,8 @@ def comparison_page(comparison: Comparison) -> str:
         for name, value, note in numbers
     )
     body.add(f'<dl class="numbers">{cards}</dl>')
-    predicted, happened = comparisons.timelines(comparison)
-    body.add(body.figure(predicted, "predicted", "Predicted", "A row for each rank, on the same axis as below."))
-    caption = f"The step with the median time, of {data['steps']}."
-    body.add(body.figure(happened, "measured", "Measured", caption))
+    caption = f"Of each rank, above as predicted, below as measured: the step with the median time, of {data['steps']}."
+    body.add(body.figure(comparisons.timelines(comparison), "timelines", "Predicted over measured", caption))
     shares = body.figure(
         comparisons.attribution(comparison),
         "attribution",

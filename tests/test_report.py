@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from dashboard import figures, sweeps
+from dashboard import comparisons, figures, sweeps
 from dashboard.report import comparison_page, report_page
 from gpipe_sim.compare import Comparison, compare_run
 from gpipe_sim.explain import critical_path
@@ -17,7 +17,7 @@ from gpipe_sim.files import parse_yaml
 from gpipe_sim.palette import KIND_NAMES, KINDS
 from gpipe_sim.plan import make_plan
 from gpipe_sim.predict import Prediction, fastest, pareto, predict
-from gpipe_sim.runs import Measured
+from gpipe_sim.runs import Measured, RunSummary
 from gpipe_sim.simulate import simulate
 from gpipe_sim.sweep import parse_scenario
 
@@ -119,6 +119,25 @@ def test_large_steps_are_drawn_as_lines_with_a_gap_after_each():
     assert np.isnan(forwards.x[2::3]).all()
     assert not np.isnan(forwards.x[0::3]).any()
     assert len(forwards.x) == 3 * 16 * 128
+
+
+def test_the_largest_steps_are_one_outline_for_each_kind():
+    """Every action is a rectangle of the path: from its start to its end."""
+    step = predictions(K="32", M="128", checkpoint="never")[0].step
+    shapes = {shape.name: shape for shape in figures.gantt(step).layout.shapes}
+    forwards = [span for span in step.spans() if span.lane == "compute" and span.action.kind == "F"]
+    drawn = shapes["forward"].path.removesuffix("Z").split("Z")
+    assert len(drawn) == len(forwards) == 32 * 128
+    ends = [float(rectangle.partition("H")[2].partition("V")[0]) for rectangle in drawn]
+    assert ends == pytest.approx([span.end_s for span in forwards], rel=1e-5)
+    assert shapes["forward"].fillcolor == KINDS["F"]
+    assert all(shape.showlegend for shape in shapes.values())
+
+
+def test_numbers_are_left_out_of_many_bars_that_are_too_narrow_for_them(one):
+    many = predictions(K="8", M="64", checkpoint="never")[0].step
+    assert bars_of(figures.gantt(many), "F").text is None
+    assert bars_of(figures.gantt(one.step), "F").text is not None
 
 
 def test_memory_parts_stack_up_to_the_peak(one):
@@ -319,10 +338,53 @@ def test_comparison_lays_predicted_and_measured_on_one_axis(opened, one):
     steps = tuple(simulate(replace(one.plan, profile=slower), memory=False) for _ in range(3))
     comparison = compare_run(one.plan, Measured(device="cpu", engine="gpipe", steps=steps))
     page = opened(comparison)
-    assert charts(page) == ["predicted", "measured", "attribution", "residuals"]
+    assert charts(page) == ["timelines", "attribution", "residuals"]
     assert page.locator(".verdict").inner_text() == comparison.sentence
-    ranges = page.evaluate(
-        "['predicted', 'measured'].map(name =>"
-        " document.querySelector(`[data-figure=${name}] .plotly-graph-div`).layout.xaxis.range)"
-    )
-    assert ranges[0] == ranges[1]
+
+
+def test_predicted_and_measured_lie_over_each_other_in_one_chart(one):
+    """The measured strip of a rank lies below its predicted one, each action as long as it took."""
+    slower = simulate(replace(one.plan, profile=replace(one.plan.profile, action_overhead_s=1e-4)), memory=False)
+    chart = comparisons.timelines(compare_run(one.plan, Measured(device="cpu", engine="gpipe", steps=(slower,))))
+    for kind, name in KIND_NAMES.items():
+        above, below = (trace for trace in chart.data if trace.name == name)
+        for bars, step in ((above, one.step), (below, slower)):
+            spans = [span for span in step.spans() if span.lane == "compute" and span.action.kind == kind]
+            assert list(bars.base) == pytest.approx([span.start_s for span in spans])
+        assert all(upper < lower for upper, lower in zip(above.y, below.y, strict=True))
+        assert above.marker.color == below.marker.color
+        assert (above.showlegend, below.showlegend) == (True, False)
+
+
+def test_large_comparisons_are_drawn_as_lines():
+    (large,) = predictions(K="16", M="128", checkpoint="never")
+    comparison = compare_run(large.plan, Measured(device="cpu", engine="gpipe", steps=(large.step,)))
+    assert {trace.type for trace in comparisons.timelines(comparison).data} == {"scattergl"}
+
+
+def test_accuracy_puts_every_run_beside_the_diagonal():
+    runs = [
+        RunSummary(
+            name=f"run-{device}-{seconds}",
+            utc=None,
+            device=device,
+            schedule="gpipe",
+            checkpoint="always",
+            num_stages=4,
+            num_microbatches=8,
+            predicted_s=seconds,
+            measured_s=2 * seconds,
+            error=-0.5,
+            bubble_error=0.0,
+            memory_errors=None,
+        )
+        for device in ("cpu", "rehearse")
+        for seconds in (0.01, 1.0)
+    ]
+    diagonal, *devices = comparisons.accuracy(runs).data
+    assert list(diagonal.x) == list(diagonal.y)
+    assert [trace.name for trace in devices] == ["cpu", "rehearse"]
+    assert len({trace.marker.color for trace in devices}) == 2
+    for trace in devices:
+        assert list(trace.x) == [2 * y for y in trace.y]
+        assert all("run-" + trace.name in text and "-50.0%" in text for text in trace.hovertext)
