@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-BENCHMARKS := simulator scale planner cuts execution accuracy regret
+BENCHMARKS := simulator scale planner cuts execution accuracy regret dashboard
 
 bench: setup peers
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
