@@ -7,11 +7,12 @@ from urllib.parse import urlsplit
 import dash
 from flask import Response, abort, request
 
-from dashboard import callbacks, downloads, run_callbacks, space_callbacks, tour
+from dashboard import callbacks, downloads, pins, run_callbacks, space_callbacks, tour
 from dashboard.archive import MAX_ARCHIVE
 from dashboard.jobs import Jobs
 from dashboard.layout import page
 from dashboard.state import Library
+from dashboard.tasks import Tasks
 from gpipe_sim.sweep import shipped_scenarios
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -32,10 +33,11 @@ def make_app(
         suppress_callback_exceptions=True,
     )
     app.server.config["MAX_CONTENT_LENGTH"] = 2 * MAX_ARCHIVE
-    app.layout = page(library, allow_run=allow_run)
+    app.layout = lambda: page(library, allow_run=allow_run)
     _guard(app, hosts)
-    for part in (callbacks, space_callbacks, downloads):
+    for part in (callbacks, pins, downloads):
         part.register(app, library)
+    space_callbacks.register(app, library, Tasks())
     tour.register(app)
     run_callbacks.register(app, library, jobs)
     atexit.register(jobs.stop_all)

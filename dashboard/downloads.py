@@ -12,7 +12,7 @@ from dash import State as Given
 from dashboard import ids
 from dashboard.callbacks import state_of
 from dashboard.report import report_page
-from dashboard.space_callbacks import around, table_row
+from dashboard.space import around, table_row
 from dashboard.state import Library, State, current, points, settled
 from gpipe_sim.files import InputError, yaml_text
 from gpipe_sim.planfile import plan_text
@@ -46,7 +46,7 @@ def register(app: dash.Dash, library: Library) -> None:
         if wanted == ids.GET_TRACE:
             return {"content": to_trace(prediction.step), "filename": f"{name}.trace.json"}
         if wanted == ids.GET_CSV:
-            rows = [table_row(one) for one in around(state, library)[0]]
+            rows = [table_row(one) for one in around(state, library).plans]
             return {"content": csv_text(rows), "filename": f"{name}.csv"}
         return {"content": report_page([prediction], name), "filename": f"{name}.html"}
 

@@ -1,6 +1,11 @@
 """Names of everything on the page that callbacks refer to."""
 
 URL = "url"
+TOKEN = "token"
+SHOWN = "shown"
+DRAWN = "drawn"
+MAIN = "main"
+SKIP = "skip"
 TABS = "tabs"
 THEME = "theme"
 PROVIDER = "provider"
@@ -15,6 +20,8 @@ EDITOR = "editor"
 EDITED = "edited"
 EDIT_APPLY = "edit-apply"
 EDITOR_PROBLEMS = "editor-problems"
+FORM_MODEL = "form-model"
+FORM_OTHER_MODEL = "form-other-model"
 
 STAGES = "stages"
 MICROBATCHES = "microbatches"
@@ -43,8 +50,11 @@ BY_BANDWIDTH = "by-bandwidth"
 BUBBLE_BY_M = "bubble-by-m"
 MEMORY_BY_M = "memory-by-m"
 TABLE = "table"
+SPACE_PROGRESS = "space-progress"
+SPACE_TICK = "space-tick"
 RECOMMEND = "recommend"
 ADVICE = "advice"
+SEARCH_TICK = "search-tick"
 
 PIN_A, PIN_B, UNPIN = "pin-a", "pin-b", "unpin"
 PINNED = "pinned"
@@ -58,6 +68,7 @@ GET_PLAN, GET_SCENARIO, GET_TRACE, GET_CSV, GET_REPORT = (
     "get-report",
 )
 COMMANDS = "commands"
+COPY = "copy"
 
 TOUR_STEP = "tour-step"
 TOUR_KNOB = "tour-knob"
@@ -79,3 +90,20 @@ RUNS_UPLOAD = "runs-upload"
 RUNS_MESSAGE = "runs-message"
 RUN_COMPARISON = "run-comparison"
 ACCURACY = "accuracy"
+
+TICKS = (SPACE_TICK, SEARCH_TICK, RUN_TICK)
+"""Clocks that tick while something is under way."""
+
+PLAN_TAB, SPACE_TAB, PINNED_TAB, RUNS_TAB, TOUR_TAB, SCENARIO_TAB = TABS_ALL = (
+    "plan",
+    "space",
+    "pinned",
+    "runs",
+    "tour",
+    "scenario",
+)
+
+
+def query_of(tab: str) -> str:
+    """The store that holds the address's query while this tab is looked at, and the last one seen there otherwise."""
+    return f"query-{tab}"

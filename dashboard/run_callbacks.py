@@ -3,25 +3,26 @@
 import base64
 import binascii
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import dash
 import dash_mantine_components as dmc
 import numpy as np
-from dash import Input, Output, ctx, dcc, html, no_update
+from dash import Input, Output, ctx, no_update
 from dash import State as Given
 
 from dashboard import comparisons, ids
 from dashboard.archive import unpack_run
 from dashboard.callbacks import problem_list, state_of
+from dashboard.cards import card, columns, pair, still
 from dashboard.jobs import Jobs, run_directory
-from dashboard.layout import card
 from dashboard.state import Library, current
-from dashboard.style import graph_config
 from gpipe_sim.compare import Comparison, compare_run
 from gpipe_sim.files import InputError, Problem, write_text
-from gpipe_sim.runs import load_run
+from gpipe_sim.runs import RunSummary, load_run, summaries
 from gpipe_sim.units import format_seconds
 
 
@@ -83,13 +84,15 @@ def _register_list(app: dash.Dash, jobs: Jobs) -> None:
         Input(ids.TABS, "value"),
         Input(ids.RUNS_REFRESH, "n_clicks"),
         Input(ids.RUNS_MESSAGE, "children"),
+        prevent_initial_call=True,
     )
     def show(tab: str, _refreshed: int | None, _message: Any) -> tuple[Any, ...]:
         if tab != "runs":
             return (no_update,) * 3
-        rows = list_runs(jobs.folder)
-        names = ("run", "device", "predicted ms", "measured ms", "error %")
-        return rows, [{"field": name} for name in names], accuracy(rows)
+        names, found = compare_new(jobs.folder), summaries(jobs.folder)
+        known = {run.name: run for run in found}
+        rows = [_row(name, known.get(name)) for name in names]
+        return rows, columns(_COLUMNS), accuracy(found)
 
     @app.callback(
         Output(ids.RUNS_MESSAGE, "children"),
@@ -117,81 +120,86 @@ def _register_list(app: dash.Dash, jobs: Jobs) -> None:
             return problem_list(error.problems)
 
 
-def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Every run that was compared, or can be, newest first."""
-    rows = []
-    for directory in sorted(folder.glob("*"), reverse=True):
-        if directory.name.startswith(".") or not (directory / "measured.json").is_file():
-            continue
-        row: dict[str, Any] = {
-            "run": directory.name,
-            "device": "",
-            "predicted ms": None,
-            "measured ms": None,
-            "error %": None,
-        }
-        try:
-            if not (directory / "compare.json").is_file():
-                comparison = compare_run(*load_run(directory))
-                write_text(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2))
-            time = json.loads((directory / "compare.json").read_text())["step_time"]
-            row |= {
-                "predicted ms": round(1e3 * time["predicted_s"], 2),
-                "measured ms": round(1e3 * time["measured_s"], 2),
-                "error %": round(100 * time["error"], 2),
-            }
-            row["device"] = json.loads((directory / "environment.json").read_text()).get("device", "")
-        except (InputError, OSError, ValueError, KeyError, TypeError):
-            pass  # a run that cannot be read stands in the list without its figures
-        rows.append(row)
-    return rows
+def compare_new(folder: Path) -> list[str]:
+    """Compare every run that was not; the names of all that were measured, newest first."""
+    names = [path.parent.name for path in sorted(folder.glob("[!.]*/measured.json"), reverse=True)]
+    for name in names:
+        if not (folder / name / "compare.json").is_file():
+            with suppress(InputError, OSError):
+                comparison = compare_run(*load_run(folder / name))
+                write_text(folder / name / "compare.json", json.dumps(comparison.to_dict(), indent=2))
+    return names
 
 
-def accuracy(rows: list[dict[str, Any]]) -> Any:
+_COLUMNS = (
+    "run",
+    "device",
+    "K",
+    "M",
+    "schedule",
+    "predicted ms",
+    "measured ms",
+    "error %",
+    "bubble, points",
+    "memory %",
+)
+
+
+def _row(name: str, run: RunSummary | None) -> dict[str, Any]:
+    """A run that cannot be read stands without its figures."""
+    if run is None:
+        return {"run": name}
+    worst = max(run.memory_errors, key=abs) if run.memory_errors else None
+    values = (
+        name,
+        run.device,
+        run.num_stages,
+        run.num_microbatches,
+        run.schedule,
+        round(1e3 * run.predicted_s, 2),
+        round(1e3 * run.measured_s, 2),
+        round(100 * run.error, 2),
+        round(100 * run.bubble_error, 2),
+        None if worst is None else round(100 * worst, 2),
+    )
+    return dict(zip(_COLUMNS, values, strict=True))
+
+
+def accuracy(runs: Sequence[RunSummary]) -> Any:
     """How right the predictions of all runs were."""
-    errors = np.abs([row["error %"] for row in rows if row["error %"] is not None])
-    if not len(errors):
+    if not runs:
         return dmc.Text("No run has been compared yet.", size="sm", c="dimmed")
+    errors = 100 * np.abs([run.error for run in runs])
     text = f"{len(errors)} runs: step time off by {errors.mean():.1f} % on average, {errors.max():.1f} % at worst."
-    return dmc.Text(text, size="sm")
+    return [dmc.Text(text, size="sm", mt="xs"), still(comparisons.accuracy(runs), "accuracy-chart")]
 
 
 def comparison_cards(comparison: Comparison) -> Any:
     """Predicted over measured, and where the error comes from."""
-
-    def graph(figure: Any, name: str) -> dcc.Graph:
-        return dcc.Graph(figure=figure, config=graph_config(), id=name)
-
-    predicted, measured = comparisons.timelines(comparison)
     time = comparison.to_dict()["step_time"]
     told = f"predicted {format_seconds(time['predicted_s'])}, measured {format_seconds(time['measured_s'])}"
     cards = [
         card(
-            "Predicted and measured",
+            "Predicted over measured",
             f"{told}. {comparison.sentence}",
-            graph(predicted, "compare-predicted"),
-            graph(measured, "compare-measured"),
+            still(comparisons.timelines(comparison), "compare-timelines"),
         ),
-        dmc.SimpleGrid(
-            [
-                card(
-                    "Where the error comes from",
-                    "The bars sum to the error.",
-                    graph(comparisons.attribution(comparison), "compare-attribution"),
+        pair(
+            card(
+                "Where the error comes from",
+                "The bars sum to the error.",
+                still(comparisons.attribution(comparison), "compare-attribution"),
+            ),
+            card(
+                "Residuals",
+                "Measured less predicted time of every action.",
+                still(
+                    comparisons.residuals(comparison.prediction.step, comparison.measured.steps), "compare-residuals"
                 ),
-                card(
-                    "Residuals",
-                    "Measured less predicted time of every action.",
-                    graph(
-                        comparisons.residuals(comparison.prediction.step, comparison.measured.steps),
-                        "compare-residuals",
-                    ),
-                ),
-            ],
-            cols={"base": 1, "lg": 2},
+            ),
         ),
     ]
     if comparison.measured.memory:
-        memory = graph(comparisons.memory(comparison), "compare-memory")
+        memory = still(comparisons.memory(comparison), "compare-memory")
         cards.append(card("Memory over time", "Solid: predicted. Dotted: the allocator.", memory))
-    return dmc.Stack([*cards, html.P(comparison.measured.how)])
+    return dmc.Stack([*cards, dmc.Text(comparison.measured.how, size="sm", c="dimmed")])

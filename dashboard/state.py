@@ -12,21 +12,22 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from gpipe_sim.files import Document, InputError, Problem, parse_yaml, read_text
+from gpipe_sim.files import Document, InputError, Problem, parse_yaml, read_text, yaml_text
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.planfile import is_plan
-from gpipe_sim.predict import Prediction, fastest, predict, predict_all
+from gpipe_sim.predict import Prediction, fastest, predict_all
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.search import Space, space_of
-from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.sweep import parse_scenario, with_overrides
 
 MAX_TEXT = 200_000
 """Characters of a scenario that comes from a browser."""
@@ -59,15 +60,24 @@ class State:
     settings: Mapping[str, str] = field(default_factory=dict)
     pins: Mapping[str, str] = field(default_factory=dict)
     """Pinned plans, each as the query of its own state."""
+    critical: bool = False
+    """Whether the critical path is outlined."""
 
     def __hash__(self) -> int:
         return hash((self.scenario, self.text, tuple(self.settings.items())))
 
+    @property
+    def question(self) -> "State":
+        """What is asked of the simulator: the state without what is only looked at."""
+        return replace(self, pins={}, critical=False)
+
     def to_query(self, *, with_pins: bool = True) -> str:
         """The address's query, with its question mark."""
         named = [("scenario", self.scenario)] if self.scenario else [("text", _packed(self.text))]
+        settings = [("set", f"{path}={value}") for path, value in self.settings.items()]
+        critical = [("critical", "1")] if self.critical else []
         pins = list(self.pins.items()) if with_pins else []
-        return "?" + urlencode([*named, *(("set", f"{path}={value}") for path, value in self.settings.items()), *pins])
+        return "?" + urlencode([*named, *settings, *critical, *pins])
 
     @classmethod
     def from_query(cls, query: str | None, default: str) -> "State":
@@ -76,16 +86,20 @@ class State:
         last = dict(pairs)
         settings = dict(value.partition("=")[::2] for key, value in pairs if key == "set")
         pins = {pin: last[pin] for pin in PINS if pin in last}
+        critical = last.get("critical") == "1"
         if "text" in last:
-            return cls(text=_unpacked(last["text"]), settings=settings, pins=pins)
-        return cls(scenario=last.get("scenario", default), settings=settings, pins=pins)
+            return cls(text=_unpacked(last["text"]), settings=settings, pins=pins, critical=critical)
+        return cls(scenario=last.get("scenario", default), settings=settings, pins=pins, critical=critical)
 
     def with_settings(self, **changes: str | None) -> "State":
-        """With these fields set; None takes a setting back. Dots in names are written as double underscores."""
+        """With these fields set, and what was set below them gone; None takes a setting back.
+
+        Dots in names are written as double underscores.
+        """
         settings = dict(self.settings)
         for name, value in changes.items():
             path = name.replace("__", ".")
-            settings.pop(path, None)
+            settings = {old: kept for old, kept in settings.items() if old != path and not old.startswith(f"{path}.")}
             if value is not None:
                 settings[path] = value
         return replace(self, settings=settings)
@@ -101,14 +115,12 @@ def _packed(text: str) -> str:
 
 
 def _unpacked(packed: str) -> str:
-    """Never more than a scenario may have, whatever it claims to hold."""
+    """Never more than a scenario may have, whatever it claims to hold; nothing where it holds no text."""
     try:
         data = base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4))
         return zlib.decompressobj().decompress(data, MAX_TEXT).decode()
-    except (binascii.Error, zlib.error, ValueError) as error:
-        raise InputError(
-            [Problem("address", "text", "is not a scenario, expected a link made by this page")]
-        ) from error
+    except (binascii.Error, zlib.error, ValueError):
+        return ""
 
 
 # --- from a state to plans -----------------------------------------------------------------------------------------
@@ -118,6 +130,8 @@ def document_of(state: State, library: Library) -> Document:
     """The scenario as it was written, without settings."""
     if state.text:
         return _from_browser(state.text)
+    if not state.scenario:
+        raise InputError([Problem("address", "text", "is not a scenario, expected a link made by this page")])
     if state.scenario not in library.files:
         raise InputError([Problem("address", "scenario", f"there is none called {state.scenario!r}")])
     path = library.files[state.scenario]
@@ -143,25 +157,70 @@ def _from_browser(text: str) -> Document:
     return document
 
 
+def on_screen(state: State, library: Library) -> Document:
+    """The scenario with the state's settings put in; none of them may name a file of the server or code."""
+    document = document_of(state, library)
+    if not isinstance(document.data, dict):
+        parse_scenario(document)  # which says what is wrong with it
+    changed = with_overrides(document, *state.overrides)
+    before, after = _names_of_files(document.data), _names_of_files(changed.data)
+    if before != after:
+        raise InputError([Problem("address", "set", "profile and kind of a model are set in its text only")])
+    return changed
+
+
+def text_of(state: State, library: Library) -> str:
+    """The scenario on screen as a file: as it was written or, where knobs or the form have set something, with that."""
+    if state.settings:
+        return yaml_text(on_screen(state, library).data)
+    return state.text or read_text(Path(document_of(state, library).file))
+
+
+def _names_of_files(data: Mapping[str, Any]) -> list[Any]:
+    model = data.get("model")
+    fields = [model.get(name) for name in ("kind", "path", "function")] if isinstance(model, dict) else [model]
+    return [data.get("profile"), *fields]
+
+
 def points(state: State, library: Library, *more: str) -> Sequence[Scenario]:
     """The scenario's points under the state's settings and more."""
-    document = document_of(state, library)
-    if state.text and any(path.split(".")[0] in ("profile", "model") for path in state.settings):
-        raise InputError([Problem("address", "set", "the model of an uploaded scenario is set in its text only")])
-    found = parse_scenario(document, *state.overrides, *more)
+    document = on_screen(state, library)
+    found = parse_scenario(document, *more)
     if len(found) > MAX_PLANS:
         raise InputError([Problem(document.file, "", f"has {len(found)} plans, expected at most {MAX_PLANS} here")])
     return found
 
 
-@lru_cache(maxsize=64)
 def current(state: State, library: Library) -> Prediction:
     """The plan on screen: the only point of the state, or the fastest of its sweep."""
-    found = points(state, library)
-    plans = [make_plan(point) for point in found]
-    if len(plans) == 1:
-        return predict(plans[0], keep_step=True)
-    return fastest(predict_all(plans))
+    return _once(state.question, library).value()
+
+
+@lru_cache(maxsize=64)
+def _once(state: State, library: Library) -> "_Once":
+    return _Once(state, library)
+
+
+@dataclass
+class _Once:
+    """A prediction, or why there is none; made by whoever asks first, while others who ask the same wait for it."""
+
+    state: State
+    library: Library
+    found: Prediction | InputError | None = None
+    lock: Lock = field(default_factory=Lock)
+
+    def value(self) -> Prediction:
+        with self.lock:
+            if self.found is None:
+                try:
+                    plans = [make_plan(point) for point in points(self.state, self.library)]
+                    self.found = fastest(predict_all(plans, keep_steps=len(plans) == 1))
+                except InputError as error:
+                    self.found = error
+        if isinstance(self.found, InputError):
+            raise self.found.with_traceback(None)
+        return self.found
 
 
 def settled(state: State, library: Library) -> State:
@@ -177,18 +236,26 @@ def _as_yaml(value: Any) -> str:
     return json.dumps(value)  # which YAML reads, on one line
 
 
-def explore(state: State, library: Library, grid: Mapping[str, Iterable[object]]) -> list[Prediction]:
-    """The state with every combination of these values; combinations that make no plan are left out."""
-    plans = list(_plans(settled(state, library), library, grid))
-    return list(predict_all(plans))
+def explore(
+    state: State, library: Library, grid: Mapping[str, Sequence[object]], advance: Callable[[], None] = lambda: None
+) -> list[Prediction]:
+    """The state with every combination of these values; combinations that make no plan are left out.
+
+    `advance` is called for each plan that is made, and for each that is predicted.
+    """
+    plans = []
+    for plan in _plans(settled(state, library), library, grid):
+        plans.append(plan)
+        advance()
+    return list(predict_all(plans, advance=advance))
 
 
 def _plans(state: State, library: Library, grid: Mapping[str, Iterable[object]]) -> Iterator[Plan]:
-    document = document_of(state, library)
+    document = on_screen(state, library)
     for values in product(*grid.values()):
         chosen = [f"{path}={value}" for path, value in zip(grid, values, strict=True)]
         try:
-            (point,) = parse_scenario(document, *state.overrides, *chosen)
+            (point,) = parse_scenario(document, *chosen)
             plan = make_plan(point)
         except InputError:
             continue
@@ -196,18 +263,23 @@ def _plans(state: State, library: Library, grid: Mapping[str, Iterable[object]])
         yield replace(plan, scenario=replace(point, swept=swept))
 
 
+def cluster_of(state: State) -> State:
+    """The state without what knobs have chosen of the plan: all that a search depends on."""
+    others = {path: value for path, value in state.settings.items() if not path.startswith("plan.")}
+    return replace(state.question, settings=others)
+
+
 def open_space(state: State, library: Library) -> Space:
     """What the search may choose for the scenario on screen: everything under ``plan:`` but how messages travel."""
-    document = document_of(state, library)
+    document = on_screen(cluster_of(state), library)
     kept = {key: value for key, value in (document.data.get("plan") or {}).items() if key in ("window", "backward")}
     document.data = document.data | {"plan": kept}
-    others = [f"{path}={value}" for path, value in state.settings.items() if not path.startswith("plan.")]
-    return space_of(list(parse_scenario(document, *others)))
+    return space_of(list(parse_scenario(document)))
 
 
 def with_plan(state: State, plan: Plan) -> State:
     """The state whose settings are this plan's choices."""
-    others = {path: value for path, value in state.settings.items() if not path.startswith("plan.")}
+    others = cluster_of(state).settings
     same = len(set(plan.checkpoint)) == 1
     chosen = {
         "plan.stages": plan.num_stages,
@@ -217,7 +289,7 @@ def with_plan(state: State, plan: Plan) -> State:
         "plan.balance": list(plan.balance),
         "plan.checkpoint": plan.checkpoint[0] if same else {"per_stage": list(plan.checkpoint)},
     }
-    return replace(state, settings=others | {path: _as_yaml(value) for path, value in chosen.items()})
+    return replace(state, settings={**others} | {path: _as_yaml(value) for path, value in chosen.items()})
 
 
 def command(state: State, library: Library, verb: str, *options: str) -> str:

@@ -105,8 +105,22 @@ def example(index: int, value: int) -> Prediction:
     return predict(make_plan(point), keep_step=True)
 
 
+def shown(index: int, value: int) -> tuple[Any, ...]:
+    """Text, knob's label, numbers and chart of a stop with its knob at this value."""
+    stop = STOPS[index]
+    prediction = example(index, max(1, min(int(value), stop.most)))
+    name = {"plan.stages": "stages K", "plan.microbatches": "micro-batches M"}[stop.knob]
+    peak = max(prediction.peak_memory_bytes) / 2**20
+    numbers = (
+        f"step {1e3 * prediction.step_time_s:.4g} ms, bubble {prediction.bubble_fraction:.1%} "
+        f"(closed form {prediction.bubble_ideal:.1%}), peak memory {peak:.0f} MiB"
+    )
+    return stop.text, f"{name}: {value}", numbers, figures.gantt(prediction.step)
+
+
 def tour_panel() -> dmc.Stack:
-    """The stops, and what the chosen one shows."""
+    """The stops, and what the first one shows."""
+    text, label, numbers, chart = shown(0, STOPS[0].default)
     return dmc.Stack(
         [
             dmc.SegmentedControl(
@@ -117,11 +131,19 @@ def tour_panel() -> dmc.Stack:
                 style={"flexWrap": "wrap"},
                 **{"aria-label": "stops of the tour"},
             ),
-            dmc.Text(id=ids.TOUR_TEXT, maw=800),
-            dmc.Text(id=ids.TOUR_KNOB_LABEL, size="sm", fw=500),
-            dmc.Slider(id=ids.TOUR_KNOB, min=1, max=8, step=1, value=4, maw=420, **{"aria-label": "knob of this stop"}),
-            dmc.Text(id=ids.TOUR_NUMBERS, fw=600),
-            dcc.Graph(id=ids.TOUR_CHART, config=graph_config()),
+            dmc.Text(text, id=ids.TOUR_TEXT, maw=800),
+            dmc.Text(label, id=ids.TOUR_KNOB_LABEL, size="sm", fw=500),
+            dmc.Slider(
+                id=ids.TOUR_KNOB,
+                min=1,
+                max=STOPS[0].most,
+                step=1,
+                value=STOPS[0].default,
+                maw=420,
+                thumbLabel="knob of this stop",
+            ),
+            dmc.Text(numbers, id=ids.TOUR_NUMBERS, fw=600),
+            dcc.Graph(figure=chart, id=ids.TOUR_CHART, config=graph_config()),
         ]
     )
 
@@ -129,7 +151,12 @@ def tour_panel() -> dmc.Stack:
 def register(app: dash.Dash) -> None:
     """The tour has no state but its own."""
 
-    @app.callback(Output(ids.TOUR_KNOB, "max"), Output(ids.TOUR_KNOB, "value"), Input(ids.TOUR_STEP, "value"))
+    @app.callback(
+        Output(ids.TOUR_KNOB, "max"),
+        Output(ids.TOUR_KNOB, "value"),
+        Input(ids.TOUR_STEP, "value"),
+        prevent_initial_call=True,
+    )
     def go(step: str) -> tuple[int, int]:
         stop = STOPS[int(step)]
         return stop.most, stop.default
@@ -141,14 +168,7 @@ def register(app: dash.Dash) -> None:
         Output(ids.TOUR_CHART, "figure"),
         Input(ids.TOUR_STEP, "value"),
         Input(ids.TOUR_KNOB, "value"),
+        prevent_initial_call=True,
     )
     def show(step: str, value: int) -> tuple[Any, ...]:
-        stop = STOPS[int(step)]
-        prediction = example(int(step), max(1, min(int(value), stop.most)))
-        name = {"plan.stages": "stages K", "plan.microbatches": "micro-batches M"}[stop.knob]
-        peak = max(prediction.peak_memory_bytes) / 2**20
-        numbers = (
-            f"step {1e3 * prediction.step_time_s:.4g} ms, bubble {prediction.bubble_fraction:.1%} "
-            f"(closed form {prediction.bubble_ideal:.1%}), peak memory {peak:.0f} MiB"
-        )
-        return stop.text, f"{name}: {value}", numbers, figures.gantt(prediction.step)
+        return shown(int(step), value)

@@ -154,18 +154,23 @@ def predict(plan: Plan, *, keep_step: bool = False, advance: Callable[[], None] 
 
 
 def predict_all(
-    plans: Sequence[Plan], *, fast: bool | None = None, advance: Callable[[], None] = lambda: None
+    plans: Sequence[Plan],
+    *,
+    fast: bool | None = None,
+    keep_steps: bool = False,
+    advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Prediction]:
     """The predictions of many plans, in their order: those in which nothing is shared are evaluated together.
 
-    `fast` insists that all of them be evaluated, or simulated. `advance` is called for each plan or jitter sample.
+    `fast` insists that all of them be evaluated, or simulated. `keep_steps` keeps the timelines of
+    those that are simulated. `advance` is called for each plan or jitter sample.
     """
     for first in range(0, len(plans), _TOGETHER):
         some = plans[first : first + _TOGETHER]
         chosen = _worth_evaluating(some) if fast is None else [fast] * len(some)
         evaluated = _evaluate_all(list(compress(some, chosen)), advance)
         for plan, is_fast in zip(some, chosen, strict=True):
-            yield next(evaluated) if is_fast else predict(plan, advance=advance)
+            yield next(evaluated) if is_fast else predict(plan, keep_step=keep_steps, advance=advance)
 
 
 def _worth_evaluating(plans: Sequence[Plan]) -> list[bool]:

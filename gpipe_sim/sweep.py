@@ -61,13 +61,8 @@ def parse_scenario(document: Document, *overrides: str) -> Sweep:
     """The points of an already read document. Relative paths in it are relative to its file."""
     if not isinstance(document.data, dict):
         raise InputError([document.problem((), "expected a mapping with name, model, batch, cluster and plan")])
+    document = with_overrides(document, *overrides)
     problems = list(document.problems)
-    document = Document(document.file, deepcopy(document.data), dict(document.places))
-    for override in overrides:
-        try:
-            _override(document, override)
-        except InputError as error:
-            problems += error.problems
     swept = []
     for path, values in list(_swept_fields(document.data)):
         if values:
@@ -85,6 +80,17 @@ def parse_scenario(document: Document, *overrides: str) -> Sweep:
     if problems:
         raise InputError(sorted(problems, key=lambda problem: problem.line))
     return Sweep(points[0].name, tuple(points))
+
+
+def with_overrides(document: Document, *overrides: str) -> Document:
+    """A copy of the document with these set; what cannot be set is among its problems."""
+    changed = Document(document.file, deepcopy(document.data), dict(document.places), list(document.problems))
+    for override in overrides:
+        try:
+            _override(changed, override)
+        except InputError as error:
+            changed.problems += error.problems
+    return changed
 
 
 def _remove(data: Any, path: FieldPath) -> None:

@@ -1,35 +1,28 @@
-"""The dashboard in a real browser: each story that a person goes through, and what must not be possible."""
+"""What the dashboard computes and refuses, without a browser: state, controls, form, long work, runs, archives."""
 
 import base64
 import io
-import json
-import re
-import threading
-import urllib.error
-import urllib.request
 import zipfile
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
+from threading import Event
 
 import pytest
 
 pytest.importorskip("dash", reason="the page needs dash: gpipe-planner[dashboard]")
 
-from werkzeug.serving import make_server
-
-from dashboard.app import make_app
+from dashboard import controls, form, ids
 from dashboard.archive import unpack_run
 from dashboard.jobs import Jobs, run_directory
 from dashboard.knobs import turned
-from dashboard.state import Library, State, current, explore, open_space, settled, with_plan
+from dashboard.space import around
+from dashboard.state import Library, State, current, explore, on_screen, open_space, settled, text_of, with_plan
 from dashboard.sweeps import knee, time_memory
+from dashboard.tasks import SupersededError, Task, Tasks
 from gpipe_sim.advise import advise
-from gpipe_sim.files import InputError
+from gpipe_sim.files import InputError, parse_yaml
 from gpipe_sim.plan import make_plan
-from gpipe_sim.planfile import load_plan
 from gpipe_sim.predict import predict
-from gpipe_sim.sweep import load_scenario, shipped_scenarios
-from gpipe_sim.units import format_seconds
+from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
 
 LIBRARY = Library.of(shipped_scenarios())
 SMALL = "?scenario=bubble&set=plan.microbatches=8"
@@ -47,6 +40,8 @@ def test_an_address_reproduces_its_state():
     again = State.from_query(own.to_query(), "demo")
     assert (again.text, dict(again.settings)) == (own.text, dict(own.settings))
     assert State.from_query("", "demo").scenario == "demo"
+    outlined = State(scenario="bubble", critical=True)
+    assert State.from_query(outlined.to_query(), "demo") == outlined
 
 
 @pytest.mark.parametrize("scenario", sorted(LIBRARY.files))
@@ -121,8 +116,16 @@ def test_a_scenario_from_a_browser_reads_no_file_of_the_server(tmp_path):
     ):
         with pytest.raises(InputError, match="files of the server"):
             current(State(text=text), LIBRARY)
-    with pytest.raises(InputError, match="set in its text only"):
-        current(State(text=base, settings={"profile": str(secret)}), LIBRARY)
+    for base_state in (State(text=base), State(scenario="bubble")):
+        for path, value in (
+            ("profile", str(secret)),
+            (" profile", str(secret)),
+            ("model", f"{{kind: profile, path: {secret}}}"),
+            ("model.kind", "python"),
+            ("model.path", str(secret)),
+        ):
+            with pytest.raises(InputError, match="set in its text only"):
+                current(replace(base_state, settings={path: value}), LIBRARY)
 
 
 def test_a_link_cannot_unpack_into_more_than_a_scenario_may_have():
@@ -130,6 +133,152 @@ def test_a_link_cannot_unpack_into_more_than_a_scenario_may_have():
 
     bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * 10**8, 9)).decode()
     assert len(State.from_query(f"?text={bomb}", "demo").text) <= 200_000
+
+
+# --- controls and the form -------------------------------------------------------------------------------------------
+
+
+def test_a_turn_whose_response_was_dropped_is_not_lost():
+    """Two knobs turned before the server answered: both differ from what it last showed, so both count."""
+    state = State.from_query(SMALL, "demo")
+    before = controls.shown(state, LIBRARY)
+    values = before | {ids.STAGES: 2, ids.CHECKPOINT: "always"}
+    turned = controls.turned_since(values, before)
+    plan = current(controls.steered(state, LIBRARY, turned), LIBRARY).plan
+    assert (plan.num_stages, set(plan.checkpoint)) == (2, {"always"})
+
+
+def test_controls_that_stand_for_an_older_address_do_not_overwrite_a_newer_one():
+    """A click on the heat map changed the address; the knobs do not show that yet when another one is turned."""
+    before = controls.shown(State.from_query(SMALL, "demo"), LIBRARY)
+    clicked = State(scenario="bubble", settings={"plan.stages": "2", "plan.microbatches": "16"})
+    turned = controls.turned_since(before | {ids.CHECKPOINT: "always"}, before)
+    plan = current(controls.steered(clicked, LIBRARY, turned), LIBRARY).plan
+    assert (plan.num_stages, plan.num_microbatches, plan.checkpoint[0]) == (2, 16, "always")
+
+
+@pytest.mark.parametrize("scenario", sorted(LIBRARY.files))
+def test_what_the_controls_show_is_no_turn_of_them(scenario):
+    state = State(scenario=scenario)
+    shown = controls.shown(state, LIBRARY)
+    assert set(shown) == set(controls.CONTROLS)
+    assert controls.turned_since(shown, shown) == {}
+
+
+def test_the_form_shows_what_stands_in_the_scenario():
+    shown = form.shown(parse_yaml((shipped_scenarios() / "demo.yaml").read_text(), "demo.yaml").data)
+    assert shown["form-model-layers"] == 32
+    assert shown["form-cluster-memory-reserve"] == "2 GiB"
+    assert shown["form-cluster-link-bandwidth"] == "450 GB/s", "of a link by name, the catalogue's"
+    assert shown["form-cluster-network-bandwidth"] == ""
+    assert shown["form-cluster-overlap"] is True
+    assert form.shown({"cluster": {"device": {"memory": "16 GiB"}}})["form-cluster-device"] == "{memory: 16 GiB}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "check"),
+    [
+        ("form-model-layers", 40, lambda s: s.model.layers == 40),
+        ("form-model-ffn", "", lambda s: s.model.ffn is None),
+        ("form-model-attention", "classic", lambda s: s.model.attention == "classic"),
+        ("form-cluster-device", "{memory: 16 GiB, compute: 1 TFLOP/s}", lambda s: s.cluster.device.memory == 2**34),
+        (
+            "form-cluster-link-bandwidth",
+            "1 GB/s",
+            lambda s: (s.cluster.link.bandwidth, s.cluster.link.latency) == (1e9, 5e-6),
+        ),
+        ("form-cluster-network-bandwidth", "2 GB/s", lambda s: s.cluster.network.bandwidth == 2e9),
+        ("form-cluster-overlap", False, lambda s: not s.cluster.overlap),
+        ("form-optimizer", "sgd", lambda s: s.optimizer == "sgd"),
+    ],
+)
+def test_filling_in_a_field_sets_it_in_the_scenario_and_in_its_text(field, value, check):
+    state = controls.steered(State(scenario="demo"), LIBRARY, {field: value})
+    assert check(parse_scenario(on_screen(state, LIBRARY))[0])
+    assert check(parse_scenario(parse_yaml(text_of(state, LIBRARY), "demo.yaml"))[0]), "the editor shows the same"
+    shown = form.shown(on_screen(state, LIBRARY).data)
+    assert shown[field] == value
+
+
+@pytest.mark.parametrize(
+    ("field", "path", "value"),
+    [
+        ("form-model-heads", "model.heads", 0),
+        ("form-cluster-device", "cluster.device", "h10"),
+        ("form-cluster-link-bandwidth", "cluster.link.bandwidth", "25"),
+        ("form-cluster-memory-reserve", "cluster.memory_reserve", "2 G"),
+        ("form-batch", "batch", 1.5),
+        ("form-batch", "batch", ""),
+    ],
+)
+def test_a_mistake_is_told_at_its_field_in_the_words_of_the_command_line(field, path, value):
+    state = controls.steered(State(scenario="demo"), LIBRARY, {field: value})
+    with pytest.raises(InputError) as page:
+        current(state, LIBRARY)
+    with pytest.raises(InputError) as command:
+        load_scenario(shipped_scenarios() / "demo.yaml", f"{path}={value if value != '' else 'null'}")
+    assert form.told(page.value.problems)[field] == command.value.problems[0].message
+    assert controls.shown(state, LIBRARY)[field] == value, "what was typed stays"
+
+
+# --- long work -------------------------------------------------------------------------------------------------------
+
+
+def test_work_that_takes_longer_than_a_moment_tells_how_far_it_is_and_then_its_result():
+    tasks, go_on = Tasks(), Event()
+
+    def work(task: Task) -> str:
+        task.total = 2
+        task.advance()
+        go_on.wait()
+        return "done"
+
+    task = tasks.ask("me", "space", 1, work)
+    assert (task.ended.is_set(), task.done, task.total) == (False, 1, 2)
+    go_on.set()
+    assert tasks.ask("me", "space", 1, work, patience_s=30) is task
+    assert task.value() == "done"
+
+
+def test_newer_work_of_a_page_ends_the_older_and_leaves_other_pages_alone():
+    tasks, go_on, other = Tasks(), Event(), Event()
+
+    def work(task: Task, gate: Event) -> str:
+        gate.wait()
+        task.advance()
+        return "done"
+
+    old = tasks.ask("me", "space", "old", lambda task: work(task, go_on), patience_s=0)
+    theirs = tasks.ask("you", "space", "old", lambda task: work(task, other), patience_s=0)
+    new = tasks.ask("me", "space", "new", lambda task: "new", patience_s=30)
+    go_on.set()
+    other.set()
+    assert old.ended.wait(30)
+    with pytest.raises(SupersededError):
+        old.value()
+    assert new.value() == "new"
+    assert tasks.ask("you", "space", "old", lambda task: "again", patience_s=30) is theirs
+    assert theirs.value() == "done"
+
+
+def test_a_search_and_the_space_around_a_plan_can_be_superseded():
+    state = State(scenario="checkpoint", settings={"batch": "48"})
+    for work in (
+        lambda task: around(state, LIBRARY, task),
+        lambda task: advise(open_space(state, LIBRARY), task.advance),
+    ):
+        task = Task("x")
+        task.superseded.set()
+        with pytest.raises(SupersededError):
+            work(task)
+
+
+def test_the_space_around_a_plan_advances_to_its_total():
+    task = Task("x")
+    found = around(State.from_query(SMALL, "demo"), LIBRARY, task)
+    assert task.done == task.total
+    assert {one.plan.num_stages for one in found.plans} == {1, 2, 4}
+    assert len(found.links) == 21
 
 
 # --- runs and archives -----------------------------------------------------------------------------------------------
@@ -166,162 +315,6 @@ def test_nothing_runs_without_permission(tmp_path):
         Jobs(tmp_path, allowed=False).start(plan, "rehearse")
 
 
-# --- the server ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def server(runs) -> Iterator[str]:
-    app = make_app(runs=runs, allow_run=True)
-    one = make_server("127.0.0.1", 0, app.server, threaded=True)
-    thread = threading.Thread(target=one.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{one.server_port}/"
-    one.shutdown()
-
-
-def status(url: str, **headers: str) -> int:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def test_a_request_from_another_page_or_for_another_name_is_refused(server):
-    assert status(server) == 200
-    assert status(server, Origin="http://evil.example") == 403
-    assert status(server, Host="evil.example") == 403
-    assert status(server, Origin=server.rstrip("/")) == 200
-
-
-@pytest.fixture
-def watched(chromium, server):
-    """A page whose errors and requests are noted; none may go elsewhere."""
-    page = chromium.new_page()
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: errors.append(request.url) if not _local(request.url, server) else None)
-    page.set_viewport_size({"width": 1440, "height": 1000})
-    page.set_default_timeout(30_000)
-    yield page
-    page.close()
-    assert errors == []
-
-
-def _local(url: str, server: str) -> bool:
-    return url.startswith((server, "data:", "blob:"))
-
-
-def verdict_step(page) -> str:
-    return page.locator("#number-step-time").inner_text()
-
-
-def test_the_verdict_follows_the_knobs_as_the_simulator_says(watched, server):
-    watched.goto(server + SMALL)
-    watched.wait_for_selector("#gantt .js-plotly-plot")
-    expected = {M: load_scenario(shipped_scenarios() / "bubble.yaml", f"plan.microbatches={M}")[0] for M in (8, 32)}
-    texts = {M: format_seconds(predict(make_plan(one)).step_time_s) for M, one in expected.items()}
-    watched.wait_for_function("text => document.querySelector('#number-step-time')?.innerText === text", arg=texts[8])
-    watched.fill("#microbatches", "32")
-    watched.wait_for_function("text => document.querySelector('#number-step-time')?.innerText === text", arg=texts[32])
-    assert "set=plan.microbatches%3D32" in watched.url
-    assert "8.6%" in watched.locator("#number-bubble").inner_text()
-
-
-def test_a_mistake_is_told_beside_its_field(watched, server):
-    watched.goto(server + SMALL)
-    watched.wait_for_selector("#number-step-time")
-    watched.fill("#microbatches", "1000")
-    watched.wait_for_selector("text=/expected at most/")
-    assert "plan.microbatches" in watched.locator("#problems").inner_text()
-
-
-def test_a_click_on_the_heat_map_makes_it_the_plan_on_screen(watched, server):
-    watched.goto(server + SMALL)
-    watched.get_by_role("tab", name="Space").click()
-    watched.wait_for_selector("#heatmap .heatmaplayer image", state="attached")
-    watched.locator("#heatmap .nsewdrag").first.click(position={"x": 10, "y": 10})
-    watched.wait_for_function("() => document.location.search.includes('plan.stages')")
-    assert re.search(r"plan\.stages%3D\d+", watched.url)
-
-
-def test_what_is_downloaded_simulates_to_what_is_on_screen(watched, server, tmp_path):
-    watched.goto(server + SMALL)
-    watched.wait_for_selector("#number-step-time")
-    shown = verdict_step(watched)
-    with watched.expect_download() as plan:
-        watched.click("#get-plan")
-    plan.value.save_as(tmp_path / "plan.yaml")
-    assert format_seconds(predict(load_plan(tmp_path / "plan.yaml")).step_time_s) == shown
-    with watched.expect_download() as scenario:
-        watched.click("#get-scenario")
-    scenario.value.save_as(tmp_path / "scenario.yaml")
-    (point,) = load_scenario(tmp_path / "scenario.yaml")
-    assert format_seconds(predict(make_plan(point)).step_time_s) == shown
-    with watched.expect_download() as trace:
-        watched.click("#get-trace")
-    trace.value.save_as(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert "gpipe simulate" in watched.locator("#commands").inner_text()
-
-
-def test_two_plans_are_pinned_and_stand_on_one_axis(watched, server):
-    watched.goto(server + SMALL)
-    watched.wait_for_selector("#number-step-time")
-    watched.click("#pin-a")
-    watched.wait_for_function("() => document.location.search.includes('&a=')")
-    watched.fill("#microbatches", "32")
-    watched.wait_for_function("() => document.location.search.includes('microbatches%3D32')")
-    watched.click("#pin-b")
-    watched.wait_for_function("() => document.location.search.includes('&b=')")
-    watched.get_by_role("tab", name="Side by side").click()
-    watched.wait_for_selector("#gantt-b .js-plotly-plot")
-    ranges = watched.evaluate(
-        "() => ['a','b'].map(n => document.querySelector(`#gantt-${n} .js-plotly-plot`).layout.xaxis.range[1])"
-    )
-    assert ranges[0] == ranges[1]
-
-
-def test_the_tour_shows_each_idea_with_a_knob(watched, server):
-    watched.goto(server)
-    watched.get_by_role("tab", name="Tour").click()
-    watched.wait_for_selector("#tour-chart .js-plotly-plot")
-    watched.wait_for_selector("text=/bubble 75.0%/")
-    watched.get_by_text("6. 1F1B").click()
-    watched.wait_for_selector("text=/alternate/")
-
-
-def test_an_edited_scenario_is_applied_and_a_wrong_one_is_told(watched, server):
-    watched.goto(server + SMALL)
-    watched.get_by_role("tab", name="Scenario").click()
-    watched.wait_for_function("() => document.querySelector('#editor').value.includes('name: bubble')")
-    text = (shipped_scenarios() / "bubble.yaml").read_text()
-    watched.fill("#editor", text.replace("name: bubble", "name: mine"))
-    watched.click("#edit-apply")
-    watched.wait_for_function("() => document.location.search.startsWith('?text=')")
-    watched.fill("#editor", text.replace("batch:", "bach:"))
-    watched.click("#edit-apply")
-    watched.wait_for_selector("text=/did you mean/")
-
-
-def test_a_run_is_started_followed_compared_and_listed(watched, server, runs):
-    watched.goto(server + "?scenario=bubble&set=plan.microbatches=4&set=plan.stages=2")
-    watched.get_by_role("tab", name="Runs").click()
-    watched.click("#run-start")
-    watched.wait_for_selector("text=/: finished/", timeout=120_000)
-    watched.wait_for_selector("#runs .ag-row")
-    watched.click("#runs .ag-row")
-    watched.wait_for_selector("#compare-measured .js-plotly-plot")
-    (done,) = [path for path in runs.iterdir() if path.is_dir()]
-    assert (done / "measured.json").is_file()
-
-
 def test_a_run_is_really_stopped(tmp_path):
     plan = current(State.from_query("?scenario=checkpoint", "demo"), LIBRARY).plan
     jobs = Jobs(tmp_path, allowed=True)
@@ -331,28 +324,3 @@ def test_a_run_is_really_stopped(tmp_path):
         jobs.start(plan, "rehearse")
     jobs.stop(name)
     assert jobs.progress(name).state == "failed"
-
-
-def test_two_browsers_do_not_see_each_other(chromium, server):
-    first, second = (chromium.new_context().new_page() for _ in range(2))
-    first.goto(server + SMALL)
-    first.wait_for_selector("#number-step-time")
-    first.fill("#microbatches", "32")
-    first.wait_for_function("() => document.location.search.includes('microbatches%3D32')")
-    second.goto(server + SMALL)
-    second.wait_for_selector("#number-step-time")
-    assert second.input_value("#microbatches") == "8"
-
-
-@pytest.mark.parametrize("width", [800, 1440])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_readable_in_light_and_dark_and_at_both_widths(watched, server, width, scheme, tmp_path):
-    watched.emulate_media(color_scheme=scheme)
-    watched.set_viewport_size({"width": width, "height": 1000})
-    watched.goto(server + SMALL)
-    watched.wait_for_selector("#gantt .js-plotly-plot .main-svg")
-    assert watched.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth + 1")
-    background = watched.evaluate("() => getComputedStyle(document.body).backgroundColor")
-    light = sum(map(int, re.findall(r"\d+", background)[:3])) > 380
-    assert light == (scheme == "light")
-    watched.screenshot(path=str(tmp_path / f"{scheme}-{width}.png"))
