@@ -22,6 +22,7 @@ import numpy as np
 from gpipe_exec.launch import Settings, execute
 from gpipe_exec.profiler import measure_profile
 from gpipe_exec.rehearsal import default_stretch
+from gpipe_sim.accuracy import rank_correlation
 from gpipe_sim.compare import Comparison, compare_run
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.profile import Profile
@@ -119,13 +120,6 @@ def result_of(point: Point, comparison: Comparison) -> Result:
     )
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's: 1 if predicted and measured put the plans in the same order."""
-    if len(a) < 2:
-        return 1.0
-    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
-
-
 def show(result: Result) -> None:
     p = result.point
     balance = " uneven" if p.balance else ""
@@ -147,7 +141,7 @@ def summarise(results: list[Result]) -> bool:
         errors = np.abs([r.error for r in some])
         bubbles = np.abs([r.bubble_points for r in some])
         memory = np.abs([e for r in some for e in r.activation_errors])
-        order = rank_correlation(np.array([r.predicted_s for r in some]), np.array([r.measured_s for r in some]))
+        order = rank_correlation([r.predicted_s for r in some], [r.measured_s for r in some])
         spread = float(np.mean([r.spread for r in some]))
         print(f"\n{device}: {len(some)} runs, which vary by {spread:.1%} within themselves")
         for name, values, limit in (

@@ -20,9 +20,10 @@ from dashboard.callbacks import problem_list, state_of
 from dashboard.cards import card, columns, pair, still
 from dashboard.jobs import Jobs, run_directory
 from dashboard.state import Library, current
+from gpipe_sim.accuracy import recorded
 from gpipe_sim.compare import Comparison, compare_run
 from gpipe_sim.files import InputError, Problem, write_text
-from gpipe_sim.runs import RunSummary, load_run, summaries
+from gpipe_sim.runs import RunSummary, load_run
 from gpipe_sim.units import format_seconds
 
 
@@ -89,7 +90,7 @@ def _register_list(app: dash.Dash, jobs: Jobs) -> None:
     def show(tab: str, _refreshed: int | None, _message: Any) -> tuple[Any, ...]:
         if tab != "runs":
             return (no_update,) * 3
-        names, found = compare_new(jobs.folder), summaries(jobs.folder)
+        names, found = compare_new(jobs.folder), recorded(jobs.folder)
         known = {run.name: run for run in found}
         rows = [_row(name, known.get(name)) for name in names]
         return rows, columns(_COLUMNS), accuracy(found)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from gpipe_sim.commands.accuracy import accuracy
 from gpipe_sim.commands.catalog import catalog
 from gpipe_sim.commands.dashboard import dashboard
 from gpipe_sim.commands.demo import demo
@@ -76,7 +77,7 @@ def _options(
     pass
 
 
-for command in (simulate, plan, profile, run, compare, export, dashboard, catalog, validate, demo):
+for command in (simulate, plan, profile, run, compare, accuracy, export, dashboard, catalog, validate, demo):
     app.command()(command)
 
 

@@ -186,17 +186,6 @@ def _array(values: Sequence[float | None]) -> Any:
     return np.array([math.nan if value is None else value for value in values])
 
 
-def past_errors(runs: Path) -> list[float]:
-    """Errors of step time, (predicted - measured) / measured, of the compared runs in a folder."""
-    errors = []
-    for path in sorted(runs.glob("*/compare.json")):
-        try:
-            errors.append(float(json.loads(path.read_text())["step_time"]["error"]))
-        except (OSError, ValueError, KeyError, TypeError):  # someone else's file
-            continue
-    return errors
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """One compared run in a line; errors are (predicted - measured) / measured, that of the bubble is in points."""
@@ -225,13 +214,14 @@ def summaries(runs: Path) -> list[RunSummary]:
     found = []
     for path in sorted(runs.glob("*/compare.json")):
         try:
-            found.append(_summary(path.parent))
+            found.append(summary_of(path.parent))
         except (OSError, ValueError, KeyError, TypeError):  # someone else's file
             continue
     return found
 
 
-def _summary(directory: Path) -> RunSummary:
+def summary_of(directory: Path) -> RunSummary:
+    """Of a run that has been compared."""
     compared = json.loads((directory / "compare.json").read_text())
     plan = load_plan(directory / "plan.yaml")
     place = directory / "environment.json"

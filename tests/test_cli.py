@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from gpipe_sim.cli import main
+from commands import run
 
 BIN = Path(sys.executable).parent
 BUBBLE = """
@@ -51,14 +50,6 @@ def small(tmp_path) -> Path:
     path = tmp_path / "small.yaml"
     path.write_text(BUBBLE)
     return path
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return int(exit_.value.code or 0), captured.out, captured.err
 
 
 def test_json_has_exactly_the_keys_of_the_contract(capsys, small):

@@ -1,11 +1,14 @@
 """`gpipe plan`, `gpipe export`, and plans that go from one command to the next."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import run
+from test_accuracy import RUN
 
-from gpipe_sim.cli import main
+from gpipe_sim.accuracy import record
 from gpipe_sim.planfile import load_plan
 
 SCENARIO = """
@@ -24,13 +27,6 @@ def scenario(tmp_path: Path) -> Path:
     path = tmp_path / "small.yaml"
     path.write_text(SCENARIO)
     return path
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(argument) for argument in arguments])
-    output = capsys.readouterr()
-    return int(exit_.value.code or 0), output.out, output.err
 
 
 def test_json_has_the_keys_of_the_contract(scenario, capsys):
@@ -95,8 +91,7 @@ def test_a_sweep_over_the_cluster_is_no_choice(scenario, capsys):
 
 def test_past_runs_tell_how_far_to_trust_a_margin(scenario, capsys, tmp_path):
     for name, error in (("a", 0.5), ("b", -0.3)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "compare.json").write_text(json.dumps({"step_time": {"error": error}}))
+        record(tmp_path, replace(RUN, name=name, error=error))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "compare.json").write_text("[]")
     _, out, _ = run(capsys, "plan", scenario, "--runs", tmp_path)

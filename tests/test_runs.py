@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from plans import layers, plan
 
+from gpipe_sim.accuracy import RECORD, recorded
 from gpipe_sim.cli import main
 from gpipe_sim.compare import compare_run
 from gpipe_sim.planfile import load_plan, save_plan
@@ -80,6 +81,13 @@ def test_a_run_leaves_everything_about_itself(finished):
     assert {"traces/rank0_trace.json", "traces/rank1_trace.json"} <= names
     assert not [name for name in names if name.endswith(".part")]
     assert json.loads((finished / "environment.json").read_text())["torch"]
+
+
+def test_a_run_is_added_to_the_record_of_all_runs_beside_it(finished):
+    (run,) = recorded(finished.parent)
+    time = json.loads((finished / "compare.json").read_text())["step_time"]
+    assert (run.name, run.device, run.error) == (finished.name, "cpu", time["error"])
+    assert len((finished.parent / RECORD).read_text().splitlines()) == 1
 
 
 def test_json_of_a_run_has_the_keys_of_the_contract(finished):

@@ -48,7 +48,7 @@ def demo(
 
     console.print(f"\n3. The fastest of them ({best.settings}), run by two processes", style="bold")
     run_directory = execute_plan(best.plan, Settings(device="cpu", steps=6, warmup=2, timeout=60), None)
-    show_comparison(run_directory, run_directory / "report.html", as_json=False)
+    show_comparison(run_directory, run_directory / "report.html", as_json=False, first=True)
 
     console.print(
         "\n4. The same model on four stages, more than this machine may have cores: a rehearsal", style="bold"
@@ -58,6 +58,6 @@ def demo(
     plan = make_plan(four)
     settings = Settings(device="rehearse", steps=3, warmup=1, timeout=60, stretch=default_stretch(plan))
     rehearsal = execute_plan(plan, settings, None)
-    show_comparison(rehearsal, rehearsal / "report.html", as_json=False)
+    show_comparison(rehearsal, rehearsal / "report.html", as_json=False, first=True)
     reports = (out / "report.html", run_directory / "report.html", rehearsal / "report.html")
     typer.echo(f"\nopen {', '.join(map(str, reports))}")

@@ -35,15 +35,15 @@ def plan(
 
     A value fixed under plan: stays, a list is chosen from, and what is left out is searched.
     """
+    from gpipe_sim.accuracy import recorded
     from gpipe_sim.advise import advise, certainty, sensitivities
     from gpipe_sim.predict import predict_all
-    from gpipe_sim.runs import past_errors
 
     space = _space(scenario_file, overrides or [])
     with progress("searching", 8, quiet=True) as advance:
         advice = advise(space, advance)
     found = list(predict_all([candidate.plan for candidate in advice.front]))
-    sure = certainty(advice, past_errors(runs)) if advice.fits else None
+    sure = certainty(advice, [run.error for run in recorded(runs)]) if advice.fits else None
     if as_json:
         print(json.dumps(_document(space, advice, found, sure), indent=2))
     else:

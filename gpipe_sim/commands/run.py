@@ -99,7 +99,7 @@ def run(
         _print_commands(plan, settings, nodes, out)
         return
     directory = execute_plan(plan, settings, out)
-    show_comparison(directory, directory / "report.html", as_json=as_json)
+    show_comparison(directory, directory / "report.html", as_json=as_json, first=True)
 
 
 def execute_plan(plan: "Plan", settings: "Settings", out: Path | None) -> Path:
@@ -182,14 +182,20 @@ def compare(
     show_comparison(run_directory, html, as_json=as_json)
 
 
-def show_comparison(directory: Path, html: Path | None, *, as_json: bool) -> None:
-    """Compare a run with its prediction, print that, and keep it in the run's directory."""
+def show_comparison(directory: Path, html: Path | None, *, as_json: bool, first: bool = False) -> None:
+    """Compare a run with its prediction, print that, and keep it in the run's directory; the first time, also in the
+    record of all runs beside it."""
     from gpipe_sim.compare import compare_run
     from gpipe_sim.runs import load_run
     from gpipe_sim.terminal import comparison_table, make_console
 
     comparison = compare_run(*load_run(directory))
     write(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2), "the comparison")
+    if first:
+        from gpipe_sim.accuracy import record
+        from gpipe_sim.runs import summary_of
+
+        record(directory.parent, summary_of(directory))
     if html is not None:
         from dashboard.report import comparison_page
 
