@@ -69,7 +69,7 @@ class Comparison:
             "peak_memory_bytes": {
                 "predicted": list(predicted.peak_memory_bytes),
                 "measured": list(peaks) if peaks else None,
-                "error": [(p - m) / m for p, m in zip(predicted.peak_memory_bytes, peaks, strict=True)]
+                "error": [(p - m) / max(m, 1) for p, m in zip(predicted.peak_memory_bytes, peaks, strict=True)]
                 if peaks
                 else None,
             },

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gpipe_sim.limits import shortened
 from gpipe_sim.model import bytes_per_parameter, transformer_layers
-from gpipe_sim.profile import Array, Profile, load_profile
+from gpipe_sim.profile import Profile, column, is_file, load_profile
 from gpipe_sim.scenario import Layers, ProfileModel, Scenario, Transformer
 
 
@@ -34,8 +35,8 @@ def _read_for(scenario: Scenario, path: Path) -> Profile:
     """Read the profile that the scenario names, and check that it belongs to the model that it describes."""
     is_all = isinstance(scenario.model, ProfileModel)
     name = "model.path" if is_all else "profile"
-    if not path.is_file():
-        raise scenario.error(name, f"there is no file {path}")
+    if not is_file(path):
+        raise scenario.error(name, f"there is no file {shortened(path)}")
     profile = load_profile(path)
     expected = scenario.model.num_layers
     if expected is not None and expected != profile.num_layers:
@@ -57,14 +58,14 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
     per_parameter = bytes_per_parameter(scenario.optimizer, scenario.dtype)
     parameters = np.array([layer.parameters for layer in layers], dtype=float)
     attained = device.compute[scenario.dtype] * device.efficiency
-    launch = np.array([[layer.kernels * device.launch] for layer in layers])
-    work = np.array([[layer.flops] for layer in layers]) * n / attained
-    saved = np.array([[layer.saved_bytes] for layer in layers]) * n
+    launch = column(layer.kernels * device.launch for layer in layers)
+    work = column(layer.flops for layer in layers) * n / attained
+    saved = column(layer.saved_bytes for layer in layers) * n
     weights = parameters[:, None] * per_parameter.weight
-    read = weights * np.array([[layer.reads_all_weights] for layer in layers])
+    read = weights * column(layer.reads_all_weights for layer in layers)
     forward = launch + np.maximum(work, (read + 2 * saved) / device.bandwidth)
     backward = 2 * launch + 2 * np.maximum(work, (weights + 2 * saved) / device.bandwidth)
-    workspace = np.array([[layer.workspace_bytes] for layer in layers]) * n
+    workspace = column(layer.workspace_bytes for layer in layers) * n
     update_bytes = 2 * per_parameter.weight + per_parameter.gradient + 2 * per_parameter.optimizer
     return Profile(
         source="analytic",
@@ -76,7 +77,7 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
             "forward_s": forward,
             "backward_s": backward,
             "saved_bytes": saved,
-            "output_bytes": np.array([[layer.output_bytes] for layer in layers]) * n,
+            "output_bytes": column(layer.output_bytes for layer in layers) * n,
             "workspace_no_grad_bytes": workspace,
             "workspace_forward_bytes": np.zeros_like(workspace),
             "workspace_backward_bytes": workspace,
@@ -92,12 +93,8 @@ def _layers_profile(scenario: Scenario, model: Layers, sizes: tuple[int, ...]) -
     """The costs as they were written: overhead per call plus seconds per sample; no update time."""
     layers = [(spec, index) for spec in model.layers for index in range(spec.repeat)]
     n = np.array(sizes, dtype=float)
-
-    def rows(values: Iterable[float]) -> Array:
-        return np.array(list(values), dtype=float)[:, None]
-
-    overhead = rows(spec.overhead for spec, _ in layers)
-    backward = rows(2 * spec.forward if spec.backward is None else spec.backward for spec, _ in layers)
+    overhead = column(spec.overhead for spec, _ in layers)
+    backward = column(2 * spec.forward if spec.backward is None else spec.backward for spec, _ in layers)
     nothing = np.zeros((len(layers), len(sizes)))
     return Profile(
         source="analytic",
@@ -106,10 +103,10 @@ def _layers_profile(scenario: Scenario, model: Layers, sizes: tuple[int, ...]) -
         names=tuple(f"{spec.name}.{index}" if spec.repeat > 1 else spec.name for spec, index in layers),
         sizes=sizes,
         table={
-            "forward_s": overhead + rows(spec.forward for spec, _ in layers) * n,
+            "forward_s": overhead + column(spec.forward for spec, _ in layers) * n,
             "backward_s": overhead + backward * n,
-            "saved_bytes": rows(spec.output if spec.saved is None else spec.saved for spec, _ in layers) * n,
-            "output_bytes": rows(spec.output for spec, _ in layers) * n,
+            "saved_bytes": column(spec.output if spec.saved is None else spec.saved for spec, _ in layers) * n,
+            "output_bytes": column(spec.output for spec, _ in layers) * n,
             "workspace_no_grad_bytes": nothing,
             "workspace_forward_bytes": nothing,
             "workspace_backward_bytes": nothing,

@@ -7,7 +7,9 @@ together as one `InputError`, which the command line turns into exit status 2.
 import io
 import json
 import os
+import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -18,9 +20,14 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, SequenceNode
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+from gpipe_sim import limits
+from gpipe_sim.limits import shortened, shown
 
 FieldPath = tuple[str | int, ...]
 
@@ -47,7 +54,10 @@ class InputError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(dict.fromkeys(problems))
-        super().__init__("\n".join(map(str, self.problems)))
+        lines = [str(problem) for problem in self.problems[: limits.PROBLEMS]]
+        if left := len(self.problems) - len(lines):
+            lines.append(f"and {left} more")
+        super().__init__("\n".join(lines))
 
 
 @dataclass
@@ -75,7 +85,7 @@ class Document:
 
 def dotted(path: FieldPath) -> str:
     """``("cluster", "links", 2, "latency")`` -> ``"cluster.links.2.latency"``"""
-    return ".".join(map(str, path))
+    return ".".join(part if isinstance(part, str) and len(part) < 50 else shortened(part) for part in path)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -83,7 +93,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
     Names that begin with the word come first (``a100`` is short for a100-40gb or a100-80gb), whatever their case.
     """
-    known, typed = list(known), str(word).lower()
+    known, typed = list(known), shortened(word).lower()
     close = [name for name in known if name.lower().startswith(typed)] if typed else []
     if not close:
         lower = {name.lower(): name for name in known}
@@ -96,36 +106,102 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 def read_text(path: Path) -> str:
     """The file's text; an `InputError` if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(limits.FILE_BYTES + 1)
+        if len(content) > limits.FILE_BYTES:
+            message = f"is larger than {limits.FILE_BYTES // 2**20} MiB, expected less"
+            raise InputError([Problem(str(path), "", message)])
+        return content.decode("utf-8")
     except OSError as error:
         raise InputError([Problem(str(path), "", f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise InputError([Problem(str(path), "", "is not text in UTF-8")]) from error
+    except ValueError as error:  # a path with a null byte
+        if isinstance(error, InputError):
+            raise
+        raise InputError([Problem(shortened(path), "", f"cannot be read: {error}")]) from error
+
+
+class _BoundedComposer(Composer):
+    """Refuses what would grow without bounds when it is read: depth, number of values, aliases that multiply them.
+
+    a: &a [x, x, x]          4 values
+    b: &b [*a, *a, *a]       13, since each alias counts as all that it stands for
+    c: [*b, *b, *b]          40, and so on: nine such lines would be a million
+    """
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader)
+        self._levels = self._values = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value and all that is in it."""
+        event, before = self.parser.peek_event(), self._values
+        is_alias = isinstance(event, AliasEvent)
+        self._levels += 1
+        if self._levels > limits.YAML_DEPTH:
+            self._refuse(event, f"nested more than {limits.YAML_DEPTH} levels deep, expected fewer")
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        if is_alias and id(node) not in self._sizes:
+            self._refuse(event, f"the alias {event.anchor!r} contains itself, expected one of something before it")
+        self._values += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._values - before)
+        if self._values > limits.YAML_VALUES:
+            counted = "aliases counted as all that they stand for"
+            self._refuse(event, f"has more than {limits.YAML_VALUES} values, {counted}, expected fewer")
+        return node
+
+    def _refuse(self, event: Any, problem: str) -> None:
+        raise ComposerError(None, None, problem, event.start_mark)
+
+
+def _bounded_yaml() -> YAML:
+    yaml = YAML(typ="rt", pure=True)
+    yaml.Composer = _BoundedComposer
+    return yaml
 
 
 def parse_yaml(text: str, file: str) -> Document:
-    """YAML 1.2 with line numbers; a duplicate key or a syntax error is an `InputError`."""
+    """YAML 1.2 with line numbers; a duplicate key, a syntax error or something without bounds is an `InputError`."""
     problems: list[Problem] = []
     try:
-        try:
-            tree = YAML(typ="rt", pure=True).load(text)
-        except DuplicateKeyError:  # note them all, then go on with the rest of the file
-            problems = list(_duplicates(YAML().compose(text), (), file))
-            tolerant = YAML(typ="rt", pure=True)
-            tolerant.allow_duplicate_keys = True
-            tree = tolerant.load(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an anchor that is given twice: the later one counts
+            try:
+                tree = _bounded_yaml().load(text)
+            except DuplicateKeyError:  # note them all, then go on with the rest of the file
+                problems = list(_duplicates(_bounded_yaml().compose(text), (), file))
+                tolerant = _bounded_yaml()
+                tolerant.allow_duplicate_keys = True
+                tree = tolerant.load(text)
+        document = Document(file, None, {(): f"{file}:1"}, problems)
+        document.data = _plain(tree, (), document)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise InputError(
-            [Problem(f"{file}:{mark.line + 1 if mark else 1}", "", f"not YAML: {error.problem}")]
-        ) from error
-    except (YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
-        # ruamel lets the errors of converting a scalar through: a date with a 13th month, "!!int abc"
+        line = mark.line + 1 if mark else 1
+        raise InputError([Problem(f"{file}:{line}", "", f"not YAML: {shortened(error.problem)}")]) from error
+    except InputError:
+        raise
+    except _RUAMEL_LETS_THROUGH as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError([Problem(f"{file}:1", "", f"not YAML: {first_line}")]) from error
-    document = Document(file, None, {(): f"{file}:1"}, problems)
-    document.data = _plain(tree, (), document)
+        raise InputError([Problem(f"{file}:1", "", f"not YAML: {shortened(first_line)}")]) from error
     return document
+
+
+_RUAMEL_LETS_THROUGH = (
+    YAMLError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Its own errors when it converts a scalar or a tag: a date with a 13th month, ``!!int abc``, ``!!timestamp []``."""
 
 
 def _duplicates(node: Any, path: FieldPath, file: str) -> Iterator[Problem]:
@@ -133,11 +209,12 @@ def _duplicates(node: Any, path: FieldPath, file: str) -> Iterator[Problem]:
     if isinstance(node, MappingNode):
         seen = set()
         for key, value in node.value:
-            if key.value in seen:
+            name = key.value if isinstance(key, ScalarNode) else "?"
+            if name in seen and name not in ("?", "<<"):
                 where = f"{file}:{key.start_mark.line + 1}"
-                yield Problem(where, dotted((*path, key.value)), "is given twice, expected once")
-            seen.add(key.value)
-            yield from _duplicates(value, (*path, key.value), file)
+                yield Problem(where, dotted((*path, name)), "is given twice, expected once")
+            seen.add(name)
+            yield from _duplicates(value, (*path, name), file)
     elif isinstance(node, SequenceNode):
         for index, value in enumerate(node.value):
             yield from _duplicates(value, (*path, index), file)
@@ -146,18 +223,28 @@ def _duplicates(node: Any, path: FieldPath, file: str) -> Iterator[Problem]:
 def _plain(node: Any, path: FieldPath, document: Document) -> Any:
     """Copy ruamel's tree to plain values, noting the line of every key and item on the way."""
     if isinstance(node, CommentedMap):
+        lines = node.lc.data or {}
         for key in node:
-            line = node.lc.key(key)[0] if key in (node.lc.data or {}) else node.lc.line
-            document.places[(*path, key)] = f"{document.file}:{line + 1}"
-        return {key: _plain(value, (*path, key), document) for key, value in node.items()}
+            line = node.lc.key(key)[0] if key in lines else node.lc.line
+            document.places[(*path, key)] = f"{document.file}:{(line or 0) + 1}"
+        return {_plain(key, path, document): _plain(value, (*path, key), document) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
+        lines = node.lc.data or {}
         for index in range(len(node)):
-            document.places[(*path, index)] = f"{document.file}:{node.lc.item(index)[0] + 1}"
+            line = node.lc.item(index)[0] if index in lines else node.lc.line
+            document.places[(*path, index)] = f"{document.file}:{(line or 0) + 1}"
         return [_plain(value, (*path, index), document) for index, value in enumerate(node)]
     for plain in (bool, int, float, str):  # ruamel's scalars are subclasses that remember how they were written
         if isinstance(node, plain):
-            return plain(node)
+            value = plain(node)
+            if isinstance(value, str) and _HALF.search(value):
+                raise InputError([document.problem(path, "has half of a surrogate pair, expected text in UTF-8")])
+            return value
     return node
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""What an escape such as ``"\\ud800"`` makes: no character by itself, and nothing that could be written again."""
 
 
 def read_yaml(path: Path) -> Document:
@@ -167,13 +254,34 @@ def read_yaml(path: Path) -> Document:
 
 def read_json(path: Path) -> Document:
     """A JSON file as a `Document` without places, which are looked up only if something is wrong."""
-    text = read_text(path)
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str, file: str) -> Document:
+    """JSON that is neither too deep nor has text that could not be written again."""
     try:
-        return Document(str(path), json.loads(text))
+        data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError([Problem(f"{path}:{error.lineno}", "", f"not JSON: {error.msg}")]) from error
+        raise InputError([Problem(f"{file}:{error.lineno}", "", f"not JSON: {error.msg}")]) from error
     except (ValueError, RecursionError) as error:
-        raise InputError([Problem(f"{path}:1", "", f"not JSON that can be read: {error}")]) from error
+        problem = "nested too deep" if isinstance(error, RecursionError) else shortened(error)
+        raise InputError([Problem(f"{file}:1", "", f"not JSON that can be read: {problem}")]) from error
+    if _HALF_ESCAPED.search(text):  # rare, and slow to be sure about
+        _refuse_halves(data, (), Document(file, data))
+    return Document(file, data)
+
+
+_HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _refuse_halves(node: Any, path: FieldPath, document: Document) -> None:
+    if len(path) > limits.JSON_DEPTH:
+        raise InputError([document.problem((), f"nested more than {limits.JSON_DEPTH} levels deep, expected fewer")])
+    if isinstance(node, str) and _HALF.search(node):
+        raise InputError([document.problem(path, "has half of a surrogate pair, expected text in UTF-8")])
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        _refuse_halves(key, path, document)
+        _refuse_halves(value, (*path, key), document)
 
 
 class Strict(BaseModel):
@@ -184,18 +292,24 @@ class Strict(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _explain_unknown_keys(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
+        known = cls.model_fields
+        unknown = [key for key in data if key not in known] if isinstance(data, dict) else []
         if not unknown:
             return handler(data)
         errors: list[InitErrorDetails] = []
-        for key in unknown:
-            kind = PydanticCustomError("unknown_key", "{hint}", {"hint": did_you_mean(key, cls.model_fields)})
-            errors.append(InitErrorDetails(type=kind, loc=(key,), input=data[key]))
+        for key in unknown[: limits.PROBLEMS + 1]:
+            kind = PydanticCustomError("unknown_key", "{hint}", {"hint": did_you_mean(key, known)})
+            errors.append(InitErrorDetails(type=kind, loc=(_part(key),), input=data[key]))
         try:
-            handler({key: value for key, value in data.items() if key not in unknown})
+            handler({key: value for key, value in data.items() if key in known})
         except ValidationError as error:
             errors += [_again(detail) for detail in error.errors(include_url=False)]
         raise ValidationError.from_exception_data(cls.__name__, errors)
+
+
+def _part(key: object) -> str | int:
+    """A key as a part of a field's path, whatever YAML made of it: a date, nothing, a list."""
+    return key if isinstance(key, str) or (type(key) is int and abs(key) < 2**63) else shortened(key)
 
 
 def _again(detail: ErrorDetails) -> InitErrorDetails:
@@ -213,13 +327,6 @@ def problems_of(error: ValidationError, document: Document, root: FieldPath) -> 
         document.problem(root + tuple(part for part in detail["loc"] if part != "[key]"), _message(detail))
         for detail in error.errors(include_url=False)
     ]
-
-
-def shown(value: object) -> str:
-    """A value as the file has it: YAML's words for nothing and for truth, Python's quotes for text."""
-    if value is None or isinstance(value, bool):
-        return {None: "nothing", True: "true", False: "false"}[value]
-    return repr(value) if isinstance(value, str | int | float | list | dict) else str(value)
 
 
 def _message(detail: ErrorDetails) -> str:
@@ -252,6 +359,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than": "less than {lt}",
     "finite_number": "a finite number",
     "too_short": "at least {min_length} entry",
+    "too_long": "at most {max_length} entries",
     "string_too_short": "some text",
 }
 

@@ -13,7 +13,6 @@ and used after it, so a skip connection is carried along from stage to stage:
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -21,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from gpipe_sim.files import InputError, Problem, read_text
-from gpipe_sim.profile import Profile
+from gpipe_sim.limits import AMOUNT, LAYERS, shortened, shown
+from gpipe_sim.profile import Profile, column
 
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<what>.*) -- "
@@ -54,9 +54,6 @@ def import_pipedream(path: Path, batch: int) -> Profile:
     layers = [nodes[name] for name in order]
     is_input = [layer.what.startswith(("Input", "hidden")) for layer in layers]
     crossing = _crossing(order, nodes, edges)
-
-    def column(values: Iterable[float]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        return np.array([[value] for value in values], dtype=float)
 
     nothing = np.zeros((len(layers), 1))
     return Profile(
@@ -91,26 +88,47 @@ def _parse(path: Path) -> tuple[dict[str, _Node], list[tuple[str, str]]]:
         if edge := _EDGE.fullmatch(line):
             for end in (edge["source"], edge["target"]):
                 if end not in nodes:
-                    problems.append(Problem(where, end, "found in an edge, expected a node listed above it"))
+                    problems.append(Problem(where, shortened(end), "found in an edge, expected a node listed above it"))
             edges.append((edge["source"], edge["target"]))
         elif node := _NODE.fullmatch(line):
+            name = shortened(node["name"])
+            if node["name"] in nodes:
+                problems.append(Problem(where, name, "is given twice, expected once"))
             try:
                 nodes[node["name"]] = _Node(
                     what=node["what"],
-                    forward_s=float(node["forward"]) / 1e3,
-                    backward_s=float(node["backward"]) / 1e3,
-                    outputs=[float(size) for size in node["sizes"].strip("[]").split(";")],
-                    parameter_bytes=float(node["parameters"]),
+                    forward_s=_number(node["forward"]) / 1e3,
+                    backward_s=_number(node["backward"]) / 1e3,
+                    outputs=[_number(size) for size in node["sizes"].strip("[]").split(";", _MOST_OUTPUTS)],
+                    parameter_bytes=_number(node["parameters"]),
                 )
             except ValueError as error:
-                problems.append(Problem(where, node["name"], f"{error}, expected numbers"))
+                problems.append(Problem(where, name, str(error)))
         elif line.strip():
             problems.append(Problem(where, "", f"found {line.strip()[:40]!r}, expected a node or an edge"))
+        if max(len(nodes), len(edges) / _MOST_EDGES) > LAYERS:
+            message = f"is longer than {LAYERS} nodes with {_MOST_EDGES} edges each, expected fewer"
+            raise InputError([*problems, Problem(where, "", message)])
     if not nodes and not problems:
         problems.append(Problem(f"{path}:1", "", "has no nodes, expected PipeDream's graph.txt"))
     if problems:
         raise InputError(problems)
     return nodes, edges
+
+
+_MOST_OUTPUTS = 100
+_MOST_EDGES = 20
+
+
+def _number(text: str) -> float:
+    """What a node says of itself: neither negative, nor infinite, nor absurd."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= AMOUNT:
+        raise ValueError(f"found {shown(text)}, expected a number from 0 to {AMOUNT:.0e}")
+    return number
 
 
 def _topological(path: Path, nodes: dict[str, _Node], edges: list[tuple[str, str]]) -> list[str]:
@@ -122,7 +140,7 @@ def _topological(path: Path, nodes: dict[str, _Node], edges: list[tuple[str, str
         users[source].append(target)
 
     def key(name: str) -> tuple[int, str]:
-        digits = re.sub(r"\D", "", name)
+        digits = re.sub(r"\D", "", name)[:18]
         return int(digits) if digits else 0, name
 
     ready = [key(name) for name, count in waits.items() if count == 0]
@@ -136,8 +154,9 @@ def _topological(path: Path, nodes: dict[str, _Node], edges: list[tuple[str, str
             if waits[user] == 0:
                 heappush(ready, key(user))
     if len(order) < len(nodes):
-        stuck = ", ".join(name for name in nodes if name not in order)
-        raise InputError([Problem(str(path), stuck, "wait for each other, expected a graph without cycles")])
+        done = {*order}
+        stuck = ", ".join(name for name in nodes if name not in done)
+        raise InputError([Problem(str(path), shortened(stuck), "wait for each other, expected a graph without cycles")])
     return order
 
 
@@ -151,15 +170,19 @@ def _crossing(order: list[str], nodes: dict[str, _Node], edges: list[tuple[str, 
     for source, target in edges:
         before[target].append(source)
 
-    def outputs_of(name: str) -> list[Output]:
-        item = _ITEM.fullmatch(nodes[name].what)
+    outputs_of: dict[str, list[Output]] = {}
+    items = {name: _ITEM.fullmatch(nodes[name].what) for name in nodes}
+    for name in order:  # parents come before those that take one of their outputs
+        item = items[name]
         if item is None:
-            return [(name, index) for index in range(len(nodes[name].outputs))]
-        return [output for parent in before[name] for output in outputs_of(parent)[int(item[1]) :][:1]]
+            outputs_of[name] = [(name, index) for index in range(len(nodes[name].outputs))]
+        else:
+            index = int(item[1][:9])
+            outputs_of[name] = [output for parent in before[name] for output in outputs_of[parent][index:][:1]]
 
     last_use: dict[Output, int] = {}
     for source, target in edges:
-        for output in outputs_of(target if _ITEM.fullmatch(nodes[target].what) else source):
+        for output in outputs_of[target if items[target] else source]:
             last_use[output] = max(last_use.get(output, 0), position[target])
     totals = np.zeros(len(order) + 1)
     for (name, index), used in last_use.items():

@@ -1,7 +1,7 @@
 """Plan: everything that was chosen, ready to be simulated or run. The one artefact that both interpret."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -14,7 +14,8 @@ from gpipe_sim.costs import build_profile
 from gpipe_sim.files import InputError
 from gpipe_sim.partition import partition
 from gpipe_sim.profile import Array, Profile
-from gpipe_sim.scenario import MEASURED, BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
+from gpipe_sim.scenario import MEASURED, BackwardOrder, Checkpoint, Cluster, Recompute, Scenario, ScheduleName
+from gpipe_sim.units import format_bytes
 
 
 class Nic(NamedTuple):
@@ -224,10 +225,8 @@ def make_plan(scenario: Scenario) -> Plan:
     if spec.balance and sum(spec.balance) != profile.num_layers:
         found = sum(spec.balance)
         raise scenario.error("plan.balance", f"adds up to {found}, expected the profile's {profile.num_layers} layers")
-    if not (profile.at(sizes[0]).forward_s + profile.at(sizes[0]).backward_s).any():
-        raise scenario.error("model", "takes no time at all, expected a layer with a forward or backward above zero")
-    if cluster.link is MEASURED and profile.link is None:
-        raise scenario.error("cluster.link", "found measured, but the profile has no measured link")
+    for field, message in missing_in(profile, cluster, sizes):
+        raise scenario.error(field, message)
     placement = spec.placement or tuple(range(K))
     checkpoint = spec.checkpoint if isinstance(spec.checkpoint, tuple) else (spec.checkpoint,) * K
     slowdowns = [cluster.slowdown.get(rank, 1.0) for rank in placement]
@@ -243,6 +242,23 @@ def make_plan(scenario: Scenario) -> Plan:
         backward="fifo" if spec.schedule == "1f1b" else spec.backward,
         window=spec.window,
     )
+
+
+_MOST_BYTES = 2.0**60
+_MOST_PER_WEIGHT = 10
+"""Times its own bytes: gradient and optimizer state."""
+
+
+def missing_in(profile: Profile, cluster: Cluster, sizes: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """What a plan needs of its profile and does not find there: field and message."""
+    costs = profile.at(sizes[0])
+    if not (costs.forward_s + costs.backward_s).any():
+        yield "model", "takes no time at all, expected a layer with a forward or backward above zero"
+    held = costs.saved_bytes + costs.output_bytes + abs(costs.workspace_backward_bytes) + costs.workspace_no_grad_bytes
+    if float(held.sum() * len(sizes) + profile.parameter_bytes.sum() * _MOST_PER_WEIGHT) > _MOST_BYTES:
+        yield "model", f"would hold more than {format_bytes(_MOST_BYTES)} in all, expected less"
+    if cluster.link is MEASURED and profile.link is None:
+        yield "cluster.link", "found measured, but the profile has no measured link"
 
 
 def stage_costs(

@@ -15,33 +15,46 @@ profile: |              # the profile file's JSON, as text: quick to read howeve
   {...}
 """
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, ValidationError
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, read_yaml, write_text, yaml_text
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.profile import parse_profile
-from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, ScheduleName, to_window
+from gpipe_sim.files import (
+    Document,
+    FieldPath,
+    InputError,
+    Problem,
+    Strict,
+    parse_json,
+    problems_of,
+    read_yaml,
+    write_text,
+    yaml_text,
+)
+from gpipe_sim.limits import CELLS
+from gpipe_sim.plan import Plan, make_plan, microbatch_sizes, missing_in
+from gpipe_sim.profile import Profile, parse_profile
+from gpipe_sim.scenario import BackwardOrder, Checkpoint, PlanSpec, Recompute, Scenario, ScheduleName, to_window
 from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.validate import plan_contradictions
 
 FORMAT = "gpipe-plan-1"
 
 
 class _StageEntry(Strict):
-    layers: Annotated[int, Field(ge=1)]
-    rank: Annotated[int, Field(ge=0)]
+    layers: Annotated[int, Field(ge=1, lt=2**31)]
+    rank: Annotated[int, Field(ge=0, lt=2**31)]
     checkpoint: Checkpoint
 
 
 class _PlanFile(Strict):
     format: Literal["gpipe-plan-1"]
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     stages: Annotated[list[_StageEntry], Field(min_length=1)]
-    microbatches: Annotated[int, Field(ge=1)]
+    microbatches: Annotated[int, Field(ge=1, le=CELLS)]
     schedule: ScheduleName
     recompute: Recompute
     backward: BackwardOrder
@@ -106,21 +119,18 @@ def parse_plan(document: Document) -> Plan:
     except ValidationError as error:
         raise InputError(problems_of(error, document, ())) from error
     inner = {path[1:]: place for path, place in document.places.items() if path[:1] == ("scenario",)}
-    (scenario,) = parse_scenario(Document(document.file, content.scenario, inner))
+    sweep = parse_scenario(Document(document.file, content.scenario, inner))
+    if len(sweep) != 1:
+        raise InputError([document.problem(("scenario",), f"has {len(sweep)} plans, expected the one of this file")])
+    scenario, where = sweep[0], document.where(("profile",))
     try:
-        profile_data = json.loads(content.profile)
-    except json.JSONDecodeError as error:
-        raise InputError([document.problem(("profile",), f"not JSON: {error.msg}")]) from error
-    profile = parse_profile(Document(document.file, profile_data, {(): document.where(("profile",))}))
-    layers = sum(stage.layers for stage in content.stages)
-    if layers != profile.num_layers:
-        message = f"have {layers} layers in all, expected the profile's {profile.num_layers}"
-        raise InputError([document.problem(("stages",), message)])
-    if len({stage.rank for stage in content.stages}) < len(content.stages):
-        raise InputError([document.problem(("stages",), "expected a different rank for each stage")])
-    if content.microbatches > scenario.batch:
-        message = f"found {content.microbatches}, expected at most the batch of {scenario.batch}"
-        raise InputError([document.problem(("microbatches",), message)])
+        profile_data = parse_json(content.profile, document.file).data
+    except InputError as error:
+        raise InputError([Problem(where, "profile", problem.message) for problem in error.problems]) from error
+    profile = parse_profile(Document(document.file, profile_data, {(): where}))
+    problems = [document.problem(path, message) for path, message in _contradictions(content, scenario, profile)]
+    if problems:
+        raise InputError(problems)
     return Plan(
         scenario=scenario,
         profile=profile,
@@ -133,3 +143,23 @@ def parse_plan(document: Document) -> Plan:
         backward=content.backward,
         window=content.window,
     )
+
+
+def _contradictions(content: _PlanFile, scenario: Scenario, profile: Profile) -> Iterator[tuple[FieldPath, str]]:
+    """What is right field by field but cannot be together: as in a scenario, where a plan file says it."""
+    layers = sum(stage.layers for stage in content.stages)
+    if layers != profile.num_layers:
+        yield ("stages",), f"have {layers} layers in all, expected the profile's {profile.num_layers}"
+    chosen = PlanSpec(
+        stages=len(content.stages),
+        microbatches=content.microbatches,
+        schedule=content.schedule,
+        placement=[stage.rank for stage in content.stages],  # type: ignore[arg-type]  # as a file has it
+    )
+    for (section, *rest), message in plan_contradictions(chosen, None, scenario.cluster, scenario.batch):
+        field = rest[0] if section == "plan" and rest[0] == "microbatches" else "stages"
+        yield ("scenario", section, *rest) if section == "cluster" else (field,), message
+    if content.microbatches > scenario.batch:
+        return
+    for field, message in missing_in(profile, scenario.cluster, microbatch_sizes(scenario.batch, content.microbatches)):
+        yield ("scenario", *field.split(".")), message

@@ -28,6 +28,7 @@ from gpipe_sim.files import (
     read_text,
     write_text,
 )
+from gpipe_sim.limits import AMOUNT, LAYERS
 
 Array = npt.NDArray[np.float64]
 Source = Literal["analytic", "measured", "imported"]
@@ -166,9 +167,15 @@ def _interpolate(sizes: Sequence[int], values: Array, size: int) -> Array:
     return between
 
 
+def column(values: Iterable[float]) -> Array:
+    """A row per layer, to be multiplied by a size per column."""
+    return np.array(list(values), dtype=float)[:, None]
+
+
 # --- from a file ---------------------------------------------------------------------------------------------------
 
-_Amount = Annotated[float, Field(ge=0)]
+_Amount = Annotated[float, Field(ge=0, le=AMOUNT)]
+_Signed = Annotated[float, Field(ge=-AMOUNT, le=AMOUNT)]
 
 
 class _LayerEntry(Strict):
@@ -181,14 +188,14 @@ class _LayerEntry(Strict):
     output_bytes: list[_Amount]
     workspace_no_grad_bytes: list[_Amount]
     workspace_forward_bytes: list[_Amount]
-    workspace_backward_bytes: list[float]
-    workspace_accumulate_bytes: list[float] | None = None
+    workspace_backward_bytes: list[_Signed]
+    workspace_accumulate_bytes: list[_Signed] | None = None
     """Left out: as `workspace_backward_bytes`, with all of a layer's new gradients beside the old ones."""
     spread: list[_Amount] | None = None
 
 
 class _LinkEntry(Strict):
-    bandwidth_bytes_s: Annotated[float, Field(gt=0)]
+    bandwidth_bytes_s: Annotated[float, Field(ge=1e-6)]
     latency_s: _Amount
 
 
@@ -198,17 +205,25 @@ class _ProfileFile(Strict):
     device: str
     dtype: DType
     environment: dict[str, str] = Field(default_factory=dict)
-    sizes: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    sizes: Annotated[list[Annotated[int, Field(ge=1, le=10**9)]], Field(min_length=1)]
     input_bytes: _Amount = 0.0
     action_overhead_s: _Amount = 0.0
     hop_overhead_s: _Amount = 0.0
     link: _LinkEntry | None = None
-    layers: Annotated[list[_LayerEntry], Field(min_length=1)]
+    layers: Annotated[list[_LayerEntry], Field(min_length=1, max_length=LAYERS)]
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is one; a name that no file can have is not."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file; every mistake in it is reported with its line."""
-    stat = path.stat() if path.exists() else None
+    stat = path.stat() if is_file(path) else None
     return _load(path, (stat.st_mtime_ns, stat.st_size) if stat else None)
 
 
@@ -234,10 +249,15 @@ def parse_profile(document: Document) -> Profile:
     return _from_file(content)
 
 
+_QUICKLY_READ = 2**21
+"""Characters of a file whose lines are looked up within a few seconds."""
+
+
 def _places(path: Path) -> dict[FieldPath, str]:
     """Where each field is, by reading the file as YAML, of which JSON is a part: slow, done only after a mistake."""
     try:
-        return parse_yaml(read_text(path), str(path)).places
+        text = read_text(path)
+        return parse_yaml(text, str(path)).places if len(text) < _QUICKLY_READ else {}
     except InputError:  # what YAML refuses although JSON allows it
         return {}
 

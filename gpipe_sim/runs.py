@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, read_json, write_text
+from gpipe_sim.limits import AMOUNT
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
 from gpipe_sim.schedule import rank_actions
@@ -59,26 +60,29 @@ class Measured:
         )
 
 
+_Moment = Annotated[float, Field(ge=-AMOUNT, le=AMOUNT)]
+
+
 class _RankEntry(Strict):
-    start_s: list[float]
-    end_s: list[float]
-    arrived_s: list[float | None]
-    send_start_s: list[float | None]
-    send_end_s: list[float | None]
+    start_s: list[_Moment]
+    end_s: list[_Moment]
+    arrived_s: list[_Moment | None]
+    send_start_s: list[_Moment | None]
+    send_end_s: list[_Moment | None]
 
 
 class _CurveEntry(Strict):
-    times_s: Annotated[list[float], Field(min_length=1)]
-    allocated_bytes: list[float]
+    times_s: Annotated[list[_Moment], Field(min_length=1)]
+    allocated_bytes: list[Annotated[float, Field(ge=-AMOUNT, le=AMOUNT)]]
 
 
 class _MeasuredFile(Strict):
     format: Literal["gpipe-measured-1"]
     device: str
     engine: str
-    stretch: Annotated[float, Field(gt=0)] = 1.0
+    stretch: Annotated[float, Field(ge=1 / AMOUNT, le=AMOUNT)] = 1.0
     steps: Annotated[list[list[_RankEntry]], Field(min_length=1)]
-    peak_memory_bytes: list[int] | None = None
+    peak_memory_bytes: list[Annotated[int, Field(ge=0, le=int(AMOUNT))]] | None = None
     memory: list[_CurveEntry] | None = None
 
 
@@ -144,6 +148,11 @@ def parse_measured(document: Document, plan: Plan) -> Measured:
         if [[len(getattr(entry, name)) for name in _COLUMNS] for entry in step] != expected:
             message = "has other actions than the plan, expected a row for each of its own"
             raise InputError([document.problem(("steps", index), message)])
+        for rank, entry in enumerate(step):
+            if wrong := _disorder(entry):
+                raise InputError([document.problem(("steps", index, rank), wrong)])
+        if not any(end > start for entry in step for start, end in zip(entry.start_s[:-1], entry.end_s, strict=False)):
+            raise InputError([document.problem(("steps", index), "takes no time at all, expected some")])
     for name in ("peak_memory_bytes", "memory"):
         found = getattr(content, name)
         if found is not None and len(found) != len(actions):
@@ -182,6 +191,16 @@ def parse_measured(document: Document, plan: Plan) -> Measured:
     )
 
 
+def _disorder(entry: _RankEntry) -> str | None:
+    """What is wrong with the order of a rank's actions in time."""
+    for row, (start, end) in enumerate(zip(entry.start_s, entry.end_s, strict=True)):
+        if end < start:
+            return f"action {row} ends at {end:g}, before its start at {start:g}, expected an end after it"
+        if row and start < entry.start_s[row - 1]:
+            return f"action {row} starts at {start:g}, before the one before it, expected their order"
+    return None
+
+
 def _array(values: Sequence[float | None]) -> Any:
     return np.array([math.nan if value is None else value for value in values])
 
@@ -215,7 +234,7 @@ def summaries(runs: Path) -> list[RunSummary]:
     for path in sorted(runs.glob("*/compare.json")):
         try:
             found.append(summary_of(path.parent))
-        except (OSError, ValueError, KeyError, TypeError):  # someone else's file
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # someone else's file
             continue
     return found
 

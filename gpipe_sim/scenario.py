@@ -13,7 +13,8 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from gpipe_sim import units
 from gpipe_sim.catalog import LINKS, Device, DType, Link, device_names, find_device
-from gpipe_sim.files import Document, InputError, Strict, did_you_mean, shown
+from gpipe_sim.files import Document, InputError, Strict, did_you_mean
+from gpipe_sim.limits import FACTOR, SAMPLES, shown
 
 Optimizer = Literal["sgd", "momentum", "rmsprop", "adam"]
 Checkpoint = Literal["never", "always", "except_last"]
@@ -96,7 +97,7 @@ class ProfileModel(Strict):
 def _object_path(value: str) -> str:
     module, colon, function = value.partition(":")
     if not (colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise ValueError(f"found {value!r}, expected package.module:function")
+        raise ValueError(f"found {shown(value)}, expected package.module:function")
     return value
 
 
@@ -127,7 +128,7 @@ class _DeviceSpec(Strict):
     memory: Bytes
     compute: Compute | None = None
     bandwidth: Bandwidth | None = None
-    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.5
+    efficiency: Annotated[float, Field(ge=1e-6, le=1)] = 0.5
     launch: Seconds = 5e-6
 
 
@@ -139,7 +140,7 @@ class _LinkSpec(Strict):
 def _to_device(value: object) -> Device:
     if isinstance(value, str):
         if value not in device_names():
-            raise ValueError(f"found {value!r}, {did_you_mean(value, device_names())}")
+            raise ValueError(f"found {shown(value)}, {did_you_mean(value, device_names())}")
         return find_device(value)
     if not isinstance(value, dict):
         raise ValueError(f"found {shown(value)}, expected a name or {{memory: 80 GiB, compute: 312 TFLOP/s, ...}}")
@@ -164,9 +165,9 @@ def _to_link(value: object) -> Link:
         return MEASURED
     if isinstance(value, str):
         if value not in LINKS:
-            if value[:1].isdigit() and "/s" in value:
+            if value[:1].isdigit() and "/s" in value and len(value) < 30:
                 raise ValueError(f"found {value!r}, expected {{bandwidth: {value}, latency: 10 us}}")
-            raise ValueError(f"found {value!r}, {did_you_mean(value, LINKS)}")
+            raise ValueError(f"found {shown(value)}, {did_you_mean(value, LINKS)}")
         return LINKS[value]
     if not isinstance(value, dict):
         raise ValueError(f"found {shown(value)}, expected a name or {{bandwidth: 25 GB/s, latency: 10 us}}")
@@ -182,8 +183,8 @@ class Jitter(Strict):
 
     cv: Annotated[float, Field(ge=0, le=10)]
     """Standard deviation over mean."""
-    samples: Count = 200
-    seed: Annotated[int, Field(ge=0)] = 0
+    samples: Annotated[int, Field(ge=1, le=SAMPLES)] = 200
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
 
 
 class Cluster(Strict):
@@ -205,7 +206,7 @@ class Cluster(Strict):
     """Transfers run beside compute; otherwise the sender waits until its message is delivered."""
     cores: Count | None = None
     """Cores per node that its ranks share fairly; left out, every rank has its own."""
-    slowdown: dict[int, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    slowdown: dict[int, Annotated[float, Field(gt=0, le=FACTOR)]] = Field(default_factory=dict)
     """Rank -> factor on its compute times."""
     jitter: Jitter | None = None
 
@@ -241,7 +242,7 @@ def _to_counts(least: int, example: str) -> PlainValidator:
     def convert(value: object) -> tuple[int, ...] | None:
         if value == "auto":
             return None
-        if isinstance(value, list) and value and all(type(v) is int and v >= least for v in value):
+        if isinstance(value, list) and value and all(type(v) is int and least <= v < 2**31 for v in value):
             return tuple(value)
         raise ValueError(
             f"found {shown(value)}, expected auto or a list of whole numbers of at least {least}: {example}"
@@ -254,7 +255,7 @@ def to_window(value: object) -> int | None:
     """How many receives may be posted ahead, as it is written; None for all."""
     if value == "all":
         return None
-    if type(value) is int and value >= 1:
+    if type(value) is int and 1 <= value < 2**31:
         return value
     raise ValueError(f"found {shown(value)}, expected a whole number of at least 1, or all")
 

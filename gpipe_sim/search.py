@@ -24,6 +24,7 @@ import numpy as np
 from gpipe_sim.costs import build_profile
 from gpipe_sim.cuts import MODES, Frame, Intervals, Promise, promises
 from gpipe_sim.evaluate import evaluate, obstacle
+from gpipe_sim.limits import CELLS
 from gpipe_sim.metrics import StepMetrics, step_metrics
 from gpipe_sim.plan import Plan, microbatch_sizes
 from gpipe_sim.scenario import Checkpoint, Recompute, Scenario, ScheduleName
@@ -47,6 +48,8 @@ _NEARLY = 1.02
 """How exactly the least memory that would be enough is looked for where nothing fits."""
 _MOST_NUMBERS = 16_000_000
 """In the tables of all intervals of all stages: half a gigabyte."""
+_MOST_SIZES = 500
+"""Sizes of micro-batches that are searched; of more, such that each is the next one's equal share."""
 _MAX_LAYERS = 160
 """Longer models are cut between groups of layers only."""
 
@@ -123,7 +126,10 @@ def space_of(points: Sequence[Scenario]) -> Space:
 
 def _sensible_counts(batch: int) -> set[int]:
     """Numbers of micro-batches to search: all up to 128, and beyond that the fewest for each micro-batch size."""
-    return {*range(1, min(batch, 128) + 1), *(-(-batch // size) for size in range(1, batch // 128 + 1))}
+    sizes = range(1, batch // 128 + 1)
+    if len(sizes) > _MOST_SIZES:
+        sizes = np.unique(np.geomspace(1, len(sizes), _MOST_SIZES).astype(int)).tolist()
+    return {*range(1, min(batch, 128) + 1), *(-(-batch // size) for size in sizes if -(-batch // size) <= CELLS)}
 
 
 def search(space: Space, advance: Callable[[], None] = lambda: None) -> list[Candidate]:
@@ -173,7 +179,7 @@ class _Search:
         space = self.space
         for K, M, schedule, recompute in product(space.stages, space.microbatches, space.schedules, space.recomputes):
             single = M == 1 or schedule == "naive"
-            if K >= len(self.cuts) or (schedule == "naive" and M > 1):
+            if K >= len(self.cuts) or K * M > CELLS or (schedule == "naive" and M > 1):
                 continue
             if single and schedule != "naive" and "naive" in space.schedules:
                 continue  # one micro-batch makes all schedules the same

@@ -12,11 +12,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, overload
 
 from gpipe_sim.catalog import LINKS, Link
-from gpipe_sim.files import Document, FieldPath, InputError, Problem, dotted, parse_yaml, read_yaml, shown
+from gpipe_sim.files import Document, FieldPath, InputError, Problem, dotted, parse_yaml, read_yaml
+from gpipe_sim.limits import POINTS, PROBLEMS, shortened, shown
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.validate import validate
 
@@ -70,13 +72,20 @@ def parse_scenario(document: Document, *overrides: str) -> Sweep:
         else:
             problems.append(document.problem(path, "an empty list sweeps over nothing, expected at least one value"))
             _remove(document.data, path)
+    num_points = prod(len(values) for _, values in swept)
+    if num_points > POINTS:
+        lists = " x ".join(f"{len(values)} {dotted(path)}" for path, values in swept[:8])
+        message = f"sweeps over {num_points} plans ({shortened(lists)}), expected at most {POINTS}"
+        raise InputError([*problems, document.problem(swept[0][0], message)])
     points: list[Scenario] = []
     for choice in itertools.product(*(range(len(values)) for _, values in swept)):
         chosen = {path: index for (path, _), index in zip(swept, choice, strict=True)}
         try:
             points.append(validate(_point(document, chosen), {dotted(p): v[chosen[p]] for p, v in swept}))
         except InputError as error:
-            problems += error.problems
+            problems = list(dict.fromkeys([*problems, *error.problems]))
+        if len(problems) > PROBLEMS:
+            break
     if problems:
         raise InputError(sorted(problems, key=lambda problem: problem.line))
     return Sweep(points[0].name, tuple(points))
@@ -105,7 +114,7 @@ def _override(document: Document, override: str) -> None:
     where = f"--set {override}"
     if not equals or not name:
         raise InputError([Problem(where, "", "expected path=value, such as plan.microbatches=32")])
-    path = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+    path = tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in name.split("."))
     node = document.data
     for depth, part in enumerate(path[:-1]):
         if isinstance(node, dict) and (part not in node or _is_link(node[part])):

@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from gpipe_sim.limits import AMOUNT, TEXT, shortened, shown
+
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -28,15 +30,18 @@ _TIME: _Units = {
 _BANDWIDTH: _Units = {unit + "/s": scale for unit, scale in [*_SIZE.items(), *_BITS.items()]}
 _COMPUTE: _Units = {p + "FLOP/s": (f, 1) for p, f in _DECIMAL.items()}
 
+_LEAST_RATE = 1e-6
+"""A rate is divided by: anything slower would make infinities of large sizes."""
+
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?inf)\s*(\S.*?)?\s*")
 
 
 def _parse(value: object, units: _Units, what: str, example: str) -> float:
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) and len(value) <= TEXT else None
     if match is None:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"{value} has no unit, expected {what} such as {example!r}")
-        raise ValueError(f"found {value!r}, expected {what} such as {example!r}")
+            raise ValueError(f"{shortened(value)} has no unit, expected {what} such as {example!r}")
+        raise ValueError(f"found {shown(value)}, expected {what} such as {example!r}")
     number, unit = float(match[1]), match[2]
     if unit is None:
         raise ValueError(f"{match[1]} has no unit, expected {what} such as {example!r}")
@@ -48,6 +53,8 @@ def _parse(value: object, units: _Units, what: str, example: str) -> float:
     amount = number * multiplier / divisor
     if math.isinf(amount) and not (units is _BANDWIDTH and match[1].endswith("inf")):
         raise ValueError(f"found {value!r}, expected {what} that is finite")
+    if amount > (limit := AMOUNT if units in (_SIZE, _TIME) else AMOUNT**2) and not math.isinf(amount):
+        raise ValueError(f"found {value!r}, expected {what} of at most {limit:.0e} {next(iter(units))}")
     return amount
 
 
@@ -76,16 +83,16 @@ def parse_seconds(value: object) -> float:
 def parse_bandwidth(value: object) -> float:
     """``"25 GB/s"`` -> 25e9, ``"10 Gbit/s"`` -> 1.25e9 and ``"inf GB/s"``, a free link, in bytes per second"""
     bandwidth = _parse(value, _BANDWIDTH, "a bandwidth", "25 GB/s")
-    if bandwidth == 0:
-        raise ValueError(f"found {value!r}, expected a bandwidth above zero")
+    if bandwidth < _LEAST_RATE:
+        raise ValueError(f"found {value!r}, expected a bandwidth above zero, of at least {_LEAST_RATE:.0e} B/s")
     return bandwidth
 
 
 def parse_compute(value: object) -> float:
     """``"312 TFLOP/s"`` -> 312e12"""
     compute = _parse(value, _COMPUTE, "a compute rate", "312 TFLOP/s")
-    if compute == 0:
-        raise ValueError(f"found {value!r}, expected a compute rate above zero")
+    if compute < 1:
+        raise ValueError(f"found {value!r}, expected a compute rate above zero, of at least 1 FLOP/s")
     return compute
 
 

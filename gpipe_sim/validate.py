@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from gpipe_sim.files import Document, FieldPath, InputError, Problem, Strict, did_you_mean, dotted, problems_of, shown
+from gpipe_sim.files import Document, FieldPath, InputError, Problem, Strict, did_you_mean, dotted, problems_of
+from gpipe_sim.limits import CELLS, LAYERS, PROBLEMS, shortened, shown
 from gpipe_sim.scenario import (
     MODELS,
     Cluster,
@@ -28,16 +29,16 @@ def validate(document: Document, swept: Mapping[str, Any]) -> Scenario:
         data["plan"] = {}
     problems: list[Problem] = []
     known = [*General.model_fields, "model", "cluster", "plan"]
-    for key in [key for key in data if key not in known]:
+    for key in [key for key in data if key not in known][: PROBLEMS + 1]:
         problems.append(document.problem((key,), f"unknown key, {did_you_mean(key, known)}"))
 
     general = _section(General, {k: data[k] for k in data if k in General.model_fields}, (), document, problems)
-    kind = str(data["model"].get("kind") or "") if isinstance(data.get("model"), dict) else ""
+    kind = shortened(data["model"].get("kind") or "") if isinstance(data.get("model"), dict) else ""
     model: Model | None = None
     if kind in MODELS:
         model = _section(MODELS[kind], data["model"], ("model",), document, problems)
     elif kind:
-        problems.append(document.problem(("model", "kind"), f"found {kind!r}, {did_you_mean(kind, MODELS)}"))
+        problems.append(document.problem(("model", "kind"), f"found {shown(kind)}, {did_you_mean(kind, MODELS)}"))
     elif isinstance(data.get("model"), dict):
         problems.append(document.problem(("model", "kind"), f"is missing, expected {' | '.join(MODELS)}"))
     else:
@@ -81,7 +82,7 @@ def _section(cls: type[_S], data: Any, path: FieldPath, document: Document, prob
         return cls.model_validate(data)
     except ValidationError as error:
         problems += problems_of(error, document, path)
-        wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}
+        wrong = {detail["loc"][0] for detail in error.errors(include_url=False) if detail["loc"]}
     try:
         return cls.model_validate({key: value for key, value in data.items() if key not in wrong})
     except (ValidationError, AttributeError):
@@ -108,8 +109,11 @@ def contradictions(
         elif general.dtype not in device.compute:
             has = did_you_mean("", device.compute)
             yield ("dtype",), f"found {general.dtype}, for which {device.name} has no figure, {has}"
-    if plan:
-        yield from _plan_contradictions(plan, model, cluster, general.batch if general else None)
+    num_layers = model.num_layers if model else None
+    if num_layers and num_layers > LAYERS:
+        yield ("model", "layers"), f"found {num_layers} layers in all, expected at most {LAYERS}"
+    elif plan:
+        yield from plan_contradictions(plan, model, cluster, general.batch if general else None)
 
 
 def _cluster_contradictions(cluster: Cluster) -> Iterator[tuple[FieldPath, str]]:
@@ -133,9 +137,10 @@ def _cluster_contradictions(cluster: Cluster) -> Iterator[tuple[FieldPath, str]]
                 )
 
 
-def _plan_contradictions(
+def plan_contradictions(
     plan: PlanSpec, model: Model | None, cluster: Cluster | None, batch: int | None
 ) -> Iterator[tuple[FieldPath, str]]:
+    """What a plan cannot be, given what it is for."""
     K, M = plan.num_stages, plan.num_microbatches
     num_layers = model.num_layers if model else None
     if plan.schedule == "naive" and M and M > 1:
@@ -147,6 +152,9 @@ def _plan_contradictions(
         )
     if plan.placement and len(set(plan.placement)) < len(plan.placement):
         yield ("plan", "placement"), f"found {list(plan.placement)}, expected a different rank for each stage"
+    if (K or 1) * (M or 1) > CELLS:
+        message = f"found {M or 1} on {K or 1} stages, expected at most {CELLS} micro-batches on stages in all"
+        yield ("plan", "microbatches"), message
     if K is None:
         return
     if num_layers and num_layers < K:

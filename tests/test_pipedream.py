@@ -64,7 +64,7 @@ NODE = (
     [
         ("", "1: has no nodes"),
         ("what is this\n", "1: found 'what is this', expected a node or an edge"),
-        (NODE.format("node1", "fast"), "1: node1: could not convert string to float: 'fast', expected numbers"),
+        (NODE.format("node1", "fast"), "1: node1: found 'fast', expected a number from 0 to 1e+18"),
         (NODE.format("node1", 1.0) + "\tnode1 -- node2\n", "2: node2: found in an edge, expected a node"),
         (
             NODE.format("a", 1) + NODE.format("b", 1) + "\ta -- b\n\tb -- a\n",
