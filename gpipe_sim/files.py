@@ -55,8 +55,8 @@ class InputError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(dict.fromkeys(problems))
         lines = [str(problem) for problem in self.problems[: limits.PROBLEMS]]
-        if left := len(self.problems) - len(lines):
-            lines.append(f"and {left} more")
+        if len(self.problems) > len(lines):
+            lines.append(f"and more: these are the first {limits.PROBLEMS}")
         super().__init__("\n".join(lines))
 
 

@@ -7,7 +7,7 @@ laptop's memory.
 
 FILE_BYTES = 64 * 2**20
 """Of any file that is read."""
-YAML_VALUES = 100_000
+YAML_VALUES = 50_000
 """Keys, entries and values in a YAML file, those that an alias repeats counted every time."""
 YAML_DEPTH = 40
 """Mappings and lists within each other; a scenario needs six."""

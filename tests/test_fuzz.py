@@ -1,0 +1,323 @@
+"""Readers against mutated and hostile files: an `InputError` or something usable, never anything else, never a flood.
+
+Coverage-guided fuzzing of the same readers is `make fuzz`; what it has found is among the examples here.
+"""
+
+import itertools
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz.targets import GRAPH, SCENARIO, TRANSFORMER, make_targets, seeds, small_plan
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpipe_sim import limits
+from gpipe_sim.files import Document, InputError, parse_json, parse_yaml, read_text
+from gpipe_sim.pipedream import import_pipedream
+from gpipe_sim.plan import make_plan
+from gpipe_sim.planfile import load_plan
+from gpipe_sim.profile import load_profile
+from gpipe_sim.runs import parse_measured
+from gpipe_sim.search import space_of
+from gpipe_sim.sweep import parse_scenario
+
+NAMES = ("scenario", "plan", "profile", "pipedream", "run")
+
+HOSTILE_VALUES = (
+    *("null", "true", "~", "[]", "{}", '""', "-1", "0", "0.5", "1e-320", "1e308", "-1e308", "1e400", ".nan", ".inf"),
+    *("NaN", "Infinity", str(10**9), str(10**18), "9" * 400, "9" * 5000, "0x" + "f" * 5000, "0o17", "1_000"),
+    *('"\\0"', '"\\ud800"', '"\\e[2J"', "é\u202e", "x" * 10_000, "[/red]", "[red]", "2020-13-45", "2020-01-01", "1:30"),
+    *("inf GB/s", "nan s", "-1 ms", "1e400 s", "1e308 s", "1e-300 B/s", "1e30 B", "all", "auto", "measured", "cpu"),
+    *("&a [*a]", "*nowhere", "<<: 1", "!!binary x", "!!python/object:os.system x", "!!set {a}", "!!omap [a: 1]"),
+    *("!!int abc", "!!timestamp []", "[[[[1]]]]", "{1: {2: 3}}", "{[1, 2]: 3}", "? {a: 1}\n: 2", "[1, 2, 3, 4]"),
+    *("[" * 60, "[" * 60 + "]" * 60, "{a: " * 60, "|\n x", ">-\n x", "'", '"', "# x", "---", "...", "%YAML 1.1", "\t"),
+)
+HOSTILE_BYTES = (
+    b"\0",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\xc3(",
+    b"\r",
+    b"\n\n",
+    b"\xe2\x80\xa8",
+    b"&a ",
+    b"*a",
+    b"--",
+    b",",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def targets(folder):
+    return make_targets(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_mutated_is_accepted_before(name, folder, targets):
+    assert all(targets[name](seed) for seed in seeds(folder)[name])
+
+
+VALUE = re.compile(r"(?<=[:\[,={] )[^\s,;\[\]{}:]+|(?<=[:=\[])[^\s,;\[\]{}:\"]+")
+"""Most scalars of the files, where they stand in the text."""
+KEY = re.compile(r"[\w\"]+(?=:|=| --)")
+
+
+@st.composite
+def mutations(draw: st.DrawFn, seed: bytes) -> bytes:
+    """A few small changes to a valid file: values, keys, lines, bytes, its end."""
+    content = seed
+    for _ in range(draw(st.integers(1, 3))):
+        text = content.decode(errors="replace")
+        kind = draw(st.sampled_from(["value", "value", "value", "key", "line", "bytes", "cut"]))
+        places = list((VALUE if kind == "value" else KEY).finditer(text)) if kind in ("value", "key") else []
+        if places:
+            place = places[draw(st.integers(0, len(places) - 1))]
+            other = places[draw(st.integers(0, len(places) - 1))][0]
+            new = draw(st.sampled_from(HOSTILE_VALUES) if kind == "value" else st.sampled_from(["", other, "x", "<<"]))
+            if draw(st.integers(0, 3)) == 0:
+                new = other
+            content = (text[: place.start()] + new + text[place.end() :]).encode(errors="replace")
+        elif kind == "line":
+            lines = text.splitlines(keepends=True) or [""]
+            index = draw(st.integers(0, len(lines) - 1))
+            lines[index] = draw(st.sampled_from(["", lines[index] * 2, lines[index][2:], " " + lines[index]]))
+            content = "".join(lines).encode(errors="replace")
+        else:
+            at = draw(st.integers(0, len(content)))
+            extra = draw(st.sampled_from(HOSTILE_BYTES)) if kind == "bytes" else b""
+            rest = content[at + draw(st.integers(0, 2)) :] if kind == "bytes" else b""
+            content = content[:at] + extra + rest
+    return content
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mutated_file_is_refused_with_a_message_or_used(name, folder, targets):
+    valid = seeds(folder)[name]
+
+    @settings(max_examples=120, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(valid).flatmap(mutations))
+    def mutate(content: bytes) -> None:
+        targets[name](content)
+
+    mutate()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_that_mean_nothing_are_refused(name, targets):
+    for content in (
+        b"",
+        b"\0",
+        b"\xff\xfe\x00",
+        b"\x89PNG\r\n",
+        b"[",
+        b"{",
+        b"null",
+        b"[]",
+        b"{}",
+        b"1",
+        b"NaN",
+        b'"x',
+    ):
+        assert not targets[name](content)
+
+
+# --- what would be large -------------------------------------------------------------------------------------------
+
+
+def laughs(opening: str, between: str, closing: str) -> str:
+    lines = [f"a0: &a0 {opening}{between.join('x' * 9) if opening == '[' else 'x: 1'}{closing}"]
+    for level in range(1, 12):
+        inside = ", ".join([f"*a{level - 1}"] * 9)
+        lines.append(
+            f"a{level}: &a{level} " + (f"[{inside}]" if opening == "[" else f"{{<<: [{inside}], y{level}: 1}}")
+        )
+    return "\n".join(lines)
+
+
+def scenario_with(old: bytes, new: bytes, text: bytes = SCENARIO) -> bytes:
+    assert old in text
+    return text.replace(old, new)
+
+
+VALUES = ", ".join(map(str, range(1, 200))).encode()
+LARGE = {
+    "aliases": (laughs("[", ", ", "]").encode(), f"more than {limits.YAML_VALUES} values"),
+    "merges": (laughs("{", "", "}").encode(), f"more than {limits.YAML_VALUES} values"),
+    "self": (b"a: &a [1, *a]", "contains itself"),
+    "depth": (b"a: " + b"[" * 100_000, f"more than {limits.YAML_DEPTH} levels"),
+    "mappings": (b"".join(b" " * n + b"a:\n" for n in range(3000)), f"more than {limits.YAML_DEPTH} levels"),
+    "values": (b"a: [" + b"1, " * 60_000 + b"1]", f"more than {limits.YAML_VALUES} values"),
+    "keys": (b"\n".join(b"k%d: 1" % n for n in range(2_000)), "these are the first 50"),
+    "bytes": (b"#" * (limits.FILE_BYTES + 1), "larger than 64 MiB"),
+    "hex": (scenario_with(b"batch: 8", b"batch: 0x" + b"f" * 100_000), "a number of about"),
+    "repeat": (scenario_with(b"repeat: 2", b"repeat: 1000000000"), f"at most {limits.LAYERS}"),
+    "layers": (scenario_with(b"layers: 4", b"layers: 999999999", TRANSFORMER), f"at most {limits.LAYERS}"),
+    "stages": (scenario_with(b"stages: 3", b"stages: 1" + b"0" * 18), "at most 1000000000"),
+    "batch": (
+        scenario_with(b"batch: 8", b"batch: 1" + b"0" * 15).replace(b"[2, 3]", b"1" + b"0" * 12),
+        "at most 1000000000",
+    ),
+    "cells": (
+        scenario_with(b"batch: 8", b"batch: 1" + b"0" * 9).replace(b"[2, 3]", b"1" + b"0" * 9),
+        f"at most {limits.CELLS}",
+    ),
+    "sweep": (
+        scenario_with(b"[2, 3]", b"[" + VALUES + b"]").replace(b"window: 2", b"window: [" + VALUES + b"]"),
+        f"at most {limits.POINTS}",
+    ),
+    "samples": (scenario_with(b"samples: 2", b"samples: 1000000000"), f"at most {limits.SAMPLES}"),
+    "seconds": (scenario_with(b"3 ms", b"1e308 s"), "at most 1e+18 s"),
+    "weights": (scenario_with(b"hidden: 64", b"hidden: 1000000000", TRANSFORMER), "would hold more than"),
+    "slow": (scenario_with(b"12 GB/s", b"1e-300 B/s"), "above zero"),
+}
+
+
+def test_a_file_that_would_be_large_is_refused_within_bounded_memory(tmp_path):
+    """All in one process that may not have more than 2 GiB."""
+    for name, (content, _) in LARGE.items():
+        (tmp_path / f"{name}.yaml").write_bytes(content)
+    files = [tmp_path / f"{name}.yaml" for name in LARGE]
+    command = [sys.executable, "-m", "gpipe_sim.cli", "simulate", *map(str, files), "/dev/zero"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in LARGE if name != "bytes"])
+def test_a_limit_is_told_where_it_is_met(name):
+    content, message = LARGE[name]
+    with pytest.raises(InputError) as raised:
+        make_plan(parse_scenario(parse_yaml(content.decode(), "s.yaml"))[0])
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 20_000
+    assert str(raised.value).startswith("s.yaml:")
+
+
+def test_a_file_too_large_is_not_read(tmp_path):
+    (tmp_path / "large").write_bytes(LARGE["bytes"][0])
+    for path in (tmp_path / "large", Path("/dev/zero")):
+        with pytest.raises(InputError, match="larger than 64 MiB"):
+            read_text(path)
+
+
+def test_aliases_and_merges_that_stay_small_are_welcome():
+    text = SCENARIO.decode().replace(
+        "link: {bandwidth: [10 GB/s, inf GB/s], latency: 5 us}", "link: &link {<<: {latency: 1 us}, bandwidth: 1 GB/s}"
+    )
+    text = text.replace("links: {1: {bandwidth: 12 GB/s, latency: 9 us}}", "links: {1: *link}")
+    assert len(parse_scenario(parse_yaml(text, "s.yaml"))) == 2
+
+
+def test_a_search_over_a_huge_batch_has_few_candidates():
+    text = TRANSFORMER.replace(b"batch: 4", b"batch: 1000000000").replace(b"microbatches: 2, ", b"").decode()
+    space = space_of(list(parse_scenario(parse_yaml(text, "s.yaml"))))
+    assert len(space.microbatches) < 1000
+    assert max(space.microbatches) <= limits.CELLS
+
+
+# --- found by search -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (b'path: "a\\0b"', "there is no file"),
+        (b"path: " + b"x" * 5000, "there is no file"),
+        (b'path: "\\ud800"', "half of a surrogate pair"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_told(new, message):
+    text = SCENARIO.replace(b"kind: layers", b"kind: profile\n  " + new).decode()
+    text = re.sub(r"  layers:\n.*?(?=batch)", "", text, flags=re.DOTALL)
+    with pytest.raises(InputError, match=message):
+        make_plan(parse_scenario(parse_yaml(text, "s.yaml"))[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("microbatches: 2", "microbatches: 5", "the batch of 4"),
+        ("schedule: gpipe", "schedule: naive", "expected 1"),
+        ("rank: 1", "rank: 0", "a different rank for each stage"),
+        ("stages: 2", "stages: [1, 2]", "2 plans, expected the one of this file"),
+        ('"gpipe-profile-1"', "[" * 100_000, "nested too deep"),
+        ("layers: 4\n  rank: 1", "layers: 3\n  rank: 1", "expected the profile's 7"),
+    ],
+)
+def test_a_plan_file_that_contradicts_itself_is_told(old, new, message, folder):
+    text = seeds(folder)["plan"][0].decode()
+    assert old in text, text[:700]
+    (folder / "plan.yaml").write_text(text.replace(old, new))
+    with pytest.raises(InputError, match=message):
+        load_plan(folder / "plan.yaml")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 10_000, '["\\ud800"]', '{"\\udfff": 1}'])
+def test_json_that_cannot_be_used_is_told(text):
+    with pytest.raises(InputError, match=r"f\.json"):
+        parse_json(text, "f.json")
+
+
+def test_a_profile_names_the_line_of_a_number_that_is_too_large(folder):
+    profile = json.loads(seeds(folder)["profile"][0])
+    profile["layers"][3]["forward_s"][0] = 1e300
+    (folder / "profile.json").write_text(json.dumps(profile, indent=1))
+    with pytest.raises(
+        InputError, match=r"profile.json:\d+: layers.3.forward_s.0: found 1e\+300, expected at most 1e\+18"
+    ):
+        load_profile(folder / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("forward_compute_time=1.5", "forward_compute_time=nan", "found 'nan', expected a number from 0"),
+        ("forward_compute_time=1.5", "forward_compute_time=-1", "found '-1', expected a number from 0"),
+        ("activation_size=16.0", "activation_size=1e400", "found '1e400', expected a number from 0"),
+        ("node4 -- Linear", "node2 -- Linear", "is given twice"),
+        ("\tnode1 -- node4", "\tnode4 -- node2", "wait for each other"),
+    ],
+)
+def test_a_graph_that_cannot_be_is_told(old, new, message, folder):
+    assert old in GRAPH.decode()
+    (folder / "graph.txt").write_text(GRAPH.decode().replace(old, new))
+    with pytest.raises(InputError, match=message):
+        import_pipedream(folder / "graph.txt", 4)
+
+
+def test_a_long_chain_of_views_is_followed_without_recursion(folder):
+    costs = "forward_compute_time=1.0, backward_compute_time=1.0, activation_size=[8.0; 8.0], parameter_size=0.0"
+    names = [f"node{'9' * 30}{n}" for n in range(5000)]
+    lines = [f"{name} -- {'Linear' if n == 0 else '__getitem__(0)'} -- {costs}" for n, name in enumerate(names)]
+    lines += [f"\t{a} -- {b}" for a, b in itertools.pairwise(names)]
+    (folder / "chain.txt").write_text("\n".join(lines))
+    assert import_pipedream(folder / "chain.txt", 4).num_layers == 5000
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [("end_s", -1.0, "before its start"), ("start_s", 1e300, "at most 1e"), ("send_end_s", "x", "a number")],
+)
+def test_a_measured_step_that_cannot_be_is_told(column, value, message, folder, targets):
+    measured = json.loads(seeds(folder)["run"][0])
+    measured["steps"][0][0][column][1] = value
+    with pytest.raises(InputError, match=message):
+        parse_measured(Document("measured.json", measured), small_plan(folder))
