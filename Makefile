@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test check bench peers dashboard figures browser clean
+.PHONY: help setup demo test check bench peers fuzz dashboard figures browser clean
 
 help:
 	@echo "make demo       set up, then plan on this machine, ending in a report to open"
 	@echo "make test       set up, then every test, on two cores"
 	@echo "make check      formatting, lint and types"
 	@echo "make bench      speed, side by side with peers, and accuracy; half an hour, with nothing else running"
+	@echo "make fuzz       search for files that break the readers, a minute each (SECONDS_EACH=600 for longer)"
 	@echo "make figures    draw the pictures of the README again"
 	@echo "make dashboard  explore plans in a browser"
 	@echo "make clean      remove the environment and everything made"
@@ -36,10 +37,14 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-BENCHMARKS := simulator scale planner cuts execution accuracy regret dashboard
+BENCHMARKS := simulator scale planner rivals cuts execution accuracy regret dashboard
+ROWS := build/bench
 
+# Each benchmark tells its own story; the table at the end has the headlines of all, from this one run.
 bench: setup peers
-	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
+	@rm -rf $(ROWS); for name in $(BENCHMARKS); do echo "== $$name"; \
+		$(BIN)/python benchmarks/$$name.py --rows $(ROWS)/$$name.json || failed="$$failed $$name"; done; \
+		echo "== all of it"; $(BIN)/python benchmarks/table.py $(ROWS); \
 		[ -z "$$failed" ] || { echo "a goal was missed in:$$failed"; exit 1; }
 
 # Engines to measure beside ours. Whatever they say they need, they get the torch that is there.
@@ -49,6 +54,18 @@ $(VENV)/.peers: $(VENV)/.ready
 	@{ $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt \
 		torchgpipe fairscale && touch $@; } || \
 		echo "torchgpipe and fairscale cannot be installed: the benchmark will leave them out"
+
+# Coverage-guided fuzzing of the readers, in an environment of its own: atheris is no dependency of the project.
+SECONDS_EACH ?= 60
+fuzz: .fuzz/.ready
+	@for reader in scenario plan profile pipedream run; do echo "== $$reader, $(SECONDS_EACH) s"; \
+		.fuzz/bin/python tests/fuzz/guided.py $$reader --seconds $(SECONDS_EACH) || exit 1; done
+
+.fuzz/.ready: pyproject.toml
+	@echo "setting up .fuzz with atheris (Linux, CPython 3.11 to 3.13)"
+	@$(PYTHON) -m venv .fuzz
+	@.fuzz/bin/pip install --quiet --disable-pip-version-check --editable . atheris
+	@touch $@
 
 figures: setup browser
 	$(BIN)/python docs/figures.py
@@ -63,4 +80,4 @@ browser:
 		echo "no chromium: tests that need a browser will be skipped"
 
 clean:
-	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .fuzz build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,8 +12,10 @@ import argparse
 import itertools
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+from rows import Headline, add_option, save
 
 from gpipe_sim.evaluate import evaluate
 from gpipe_sim.files import parse_yaml
@@ -72,23 +74,37 @@ def judge(plan: Plan) -> Case:
     return Case({rule: one.step_time_s / ours for rule, one in zip(cuts, found, strict=True)})
 
 
-def report(num_cases: int) -> bool:
+def report(num_cases: int, rows: Path | None) -> bool:
     """Print how the rules compare; whether the planner was never worse."""
     luck = np.random.default_rng(0)
     cases = [judge(random_plan(luck)) for _ in range(num_cases)]
-    never_worse = True
+    never_worse, headlines = True, list[Headline]()
     print(f"cuts, {num_cases} random models: step time over that of the planner's cut")
     for rule in RULES:
         ratios = np.array([case.ratios[rule] for case in cases])
         never_worse &= bool((ratios >= 1 - 1e-9).all())
+        headlines.append(
+            Headline(
+                what=f"cut {num_cases} random models, step time as simulated",
+                peer=f"rule: {rule}",
+                ours="1",
+                theirs=f"{ratios.mean():.3f} on average",
+                ratio=float(ratios.mean()),
+                held=bool((ratios >= 1 - 1e-9).all()),
+                repeat=".venv/bin/python benchmarks/cuts.py",
+            )
+        )
         slower = float((ratios > 1 + 1e-9).mean())
         more = f"by {ratios.mean() - 1:6.1%} on average, {ratios.max() - 1:6.1%} at worst"
         print(f"  {rule:18} slower in {slower:4.0%} of cases, {more}")
     print(f"  the planner was {'never worse' if never_worse else 'WORSE in some case'}")
+    save(rows, headlines)
     return never_worse
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=1000)
-    sys.exit(0 if report(parser.parse_args().cases) else 1)
+    add_option(parser)
+    arguments = parser.parse_args()
+    sys.exit(0 if report(arguments.cases, arguments.rows) else 1)

@@ -40,6 +40,7 @@ from contenders import ALONE, CONTENDERS, HAND, OURS, OURS_1F1B, TORCH, TORCHGPI
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rows import Headline, add_option, save
 
 from gpipe_exec.launch import worker_environment
 
@@ -327,6 +328,7 @@ class Goal:
     """What the engine should reach, and whether it did; None if the other did not run."""
 
     text: str
+    peer: str
     found: float | None
     held: bool | None
 
@@ -339,14 +341,45 @@ def goals_of(rows: list[Row]) -> list[Goal]:
     """For one way to checkpoint. ScheduleGPipe is judged where it does the same work."""
     by_name, checkpoint = {row.name: row for row in rows}, rows[0].checkpoint
 
-    def goal(text: str, found: float | None, held: Callable[[float], bool]) -> Goal:
-        return Goal(f"{text} ({checkpoint})", found, None if found is None else held(found))
+    def goal(text: str, peer: str, held: Callable[[float], bool], *, over: bool = False) -> Goal:
+        pair = (by_name[peer], by_name[OURS]) if over else (by_name[OURS], by_name[peer])
+        found = ratio(*pair)
+        return Goal(f"{text} ({checkpoint})", peer, found, None if found is None else held(found))
 
-    found = [goal("at most 1.03 of the hand-written loop", ratio(by_name[OURS], by_name[HAND]), lambda r: r <= 1.03)]
+    found = [goal("at most 1.03 of the hand-written loop", HAND, lambda r: r <= 1.03)]
     if checkpoint == "never":
-        found.append(goal("below 1.0 of ScheduleGPipe", ratio(by_name[OURS], by_name[TORCH]), lambda r: r < 1))
-    found.append(goal("1.6x torchgpipe or more", ratio(by_name[TORCHGPIPE], by_name[OURS]), lambda r: r >= 1.6))
+        found.append(goal("below 1.0 of ScheduleGPipe", TORCH, lambda r: r < 1))
+    found.append(goal("1.6x torchgpipe or more", TORCHGPIPE, lambda r: r >= 1.6, over=True))
     return found
+
+
+def headlines_of(rows: list[Row]) -> list[Headline]:
+    """Every contender against our engine with GPipe's schedule, for each way to checkpoint."""
+    found = []
+    for checkpoint in dict.fromkeys(row.checkpoint for row in rows):
+        of_one = [row for row in rows if row.checkpoint == checkpoint]
+        (ours,) = (row for row in of_one if row.name == OURS)
+        verdicts = {goal.peer: goal.held for goal in goals_of(of_one)}
+        for row in of_one:
+            if row is not ours:
+                found.append(
+                    Headline(
+                        what=f"run a step, K=2 M=8, checkpoint {checkpoint}",
+                        peer=row.label,
+                        ours=_milliseconds(ours),
+                        theirs=_milliseconds(row),
+                        ratio=ratio(row, ours),
+                        held=verdicts.get(row.name),
+                        note=f"{row.label} is left out: {row.failure}" if row.failure else "",
+                        repeat="make peers; .venv/bin/python benchmarks/execution.py",
+                    )
+                )
+    return found
+
+
+def _milliseconds(row: Row) -> str:
+    times = [seconds for turn in row.rounds for seconds in turn]
+    return f"{1e3 * median(times):.0f} ms" if times and not row.failure else "-"
 
 
 def document_of(arguments: argparse.Namespace, rows: list[Row], goals: list[Goal], machine: Machine) -> dict[str, Any]:
@@ -381,6 +414,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=above_zero, default=9, help="turns of each contender (9)")
     parser.add_argument("--steps", type=above_zero, default=3, help="timed steps in each turn (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every time measured to this file")
+    add_option(parser)
     arguments = parser.parse_args()
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {arguments.json.parent}")
@@ -423,6 +457,7 @@ def main() -> None:
         console.print(f"goal: {goal}", highlight=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(document_of(arguments, rows, goals, machine), indent=2) + "\n")
+    save(arguments.rows, headlines_of(rows))
     broken = [row for row in rows if row.failure and row.name in (HAND, OURS, OURS_1F1B, ALONE)]
     raise SystemExit(1 if broken or any(goal.held is False for goal in goals) else 0)
 

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from rows import Headline, add_option, save
 
 from gpipe_exec.launch import Settings, execute
 from gpipe_exec.profiler import measure_profile, sizes_for
@@ -50,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8, help="turns of those near the fastest")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
+    add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         scenario = Path(folder, "regret.yaml")
@@ -83,6 +85,16 @@ def main() -> None:
     regret = 1 / against.min() - 1
     held = regret <= GOAL
     print(f"regret {regret:.1%}, goal {GOAL:.0%}: {'held' if held else 'MISSED'}")
+    headline = Headline(
+        what=f"run the plan that is recommended, of {len(candidates)}",
+        peer="the fastest, known afterwards",
+        ours=f"{times[0] * 1e3:.1f} ms",
+        theirs=f"{times.min() * 1e3:.1f} ms",
+        ratio=float(times.min() / times[0]),
+        held=bool(held),
+        repeat=".venv/bin/python benchmarks/regret.py",
+    )
+    save(arguments.rows, [headline])
     sys.exit(0 if held else 1)
 
 

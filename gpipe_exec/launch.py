@@ -1,8 +1,8 @@
 """Start a run with torchrun, watch over it, and put together what the ranks leave behind.
 
-The launcher ends when the run ends, and the run ends when the launcher does: a worker that raises or dies takes the
-others with it, one that hangs is ended after `timeout` seconds without a finished step, and Ctrl-C ends them all. What
-was measured until then is kept.
+The launcher ends when the run ends, and the run ends when the launcher does, whatever ends it: a worker that raises or
+dies takes the others with it, one that hangs is ended after `timeout` seconds without a finished step, and Ctrl-C ends
+them all. What was measured until then is kept.
 """
 
 import errno
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpipe_exec.autopsy import MARK, failure, marked, where_ranks_stand
 from gpipe_exec.layers import WorkloadError, build_workload
+from gpipe_exec.process import die_with_parent
 from gpipe_exec.records import gather, steps_done
 from gpipe_exec.rehearsal import with_engine_overhead
 from gpipe_exec.worker import OVERHEADS, TIMES
@@ -34,9 +36,6 @@ from gpipe_sim.planfile import save_plan
 from gpipe_sim.predict import predict
 from gpipe_sim.runs import Measured
 from gpipe_sim.scenario import ProfileModel, Scenario
-
-_MARK = "GPIPE_RUN_ID"
-"""In the environment of every process of a run, so that none can be missed when it ends."""
 
 
 class RunError(RuntimeError):
@@ -70,11 +69,21 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
     meet = ["--standalone"] if settings.endpoint is None else ["--rdzv-endpoint", settings.endpoint]
     arguments = [*meet, "--redirects", "3", "--log-dir", str(logs)]
     command = _command(plan.num_stages, arguments, run, settings)
-    environment = worker_environment(plan.scenario) | {_MARK: mark}
+    environment = worker_environment(plan.scenario) | {MARK: mark}
+    standing: Mapping[int, str] = {}
     with open(logs / "torchrun.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for us, who end them
+            preexec_fn=die_with_parent,
+        )
         try:
             hung = _supervise(process, plan, run, settings, advance)
+            if hung:
+                standing = where_ranks_stand(run, plan.num_stages, mark)
         finally:
             _end(process, mark)
     if (run / OVERHEADS).is_file():
@@ -85,9 +94,14 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
         times = {int(size): columns for size, columns in json.loads((run / TIMES).read_text()).items()}
         plan = replace(plan, profile=plan.profile.retimed(times))
         prepare(plan, run, settings)
-    measured = gather(plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch)
-    if hung or process.returncode != 0:
-        raise RunError(_failure(plan, run, settings, hung=hung))
+    failed = hung or process.returncode != 0
+    try:
+        measured = gather(plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch)
+    except OSError as error:
+        # What the ranks have written is whole: `gpipe compare` can put it together once there is room.
+        raise RunError(f"{run} cannot be written: {error.strerror}; ranks keep what they measured in it") from error
+    if failed:
+        raise RunError(failure(run, plan.num_stages, settings.timeout, hung=hung, standing=standing))
     assert measured is not None, "a run that ended well has steps"
     return measured
 
@@ -181,41 +195,11 @@ def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for pid in _marked(mark):
+    for pid in marked(mark):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-
-
-def _marked(mark: str) -> list[int]:
-    """Processes with this run's mark in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{_MARK}={mark}".encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def _failure(plan: Plan, run: Path, settings: Settings, *, hung: bool) -> str:
-    """Which rank failed and why, in the words of its own traceback."""
-    errors = {rank: run / "ranks" / f"rank{rank}.error" for rank in range(plan.num_stages)}
-    written = [rank for rank, path in errors.items() if path.is_file()]
-    # A rank whose neighbour died also fails, when its connection breaks: the first to write is the cause.
-    first = min(written, key=lambda rank: errors[rank].stat().st_mtime_ns, default=None)
-    done = steps_done(run, plan.num_stages)
-    ending = f"{min(done)} steps had finished; its logs are in {run / 'logs'}"
-    if first is not None:
-        return f"rank {first} failed:\n{errors[first].read_text()}{ending}"
-    if hung:
-        slowest = done.index(min(done))
-        return f"no step finished for {settings.timeout:g} s, rank {slowest} is the furthest behind; {ending}"
-    log = (run / "logs" / "torchrun.log").read_text()
-    told = [line.strip() for line in log.splitlines() if "exitcode" in line or "Signal" in line or "rank" in line]
-    return f"a worker was killed ({'; '.join(told[:4]) or 'torchrun did not say which'}); {ending}"
 
 
 # --- before anything starts ----------------------------------------------------------------------------------------

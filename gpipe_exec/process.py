@@ -8,7 +8,8 @@ from typing import NoReturn
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when torchrun dies, whatever kills it: no rank is left behind."""
+    """Ask Linux to kill this process when its parent dies, whatever kills that: no rank is left behind by torchrun, and
+    no torchrun by whoever started it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 

@@ -7,6 +7,7 @@ rank, written whole.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import traceback
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe_exec.allocator import storage_bytes, trace_bytes
+from gpipe_exec.autopsy import Watchdog, answer_where
 from gpipe_exec.calibrate import calibrate
 from gpipe_exec.clocks import clock_offset
 from gpipe_exec.layers import Workload, build_workload
@@ -54,10 +56,12 @@ def main() -> None:
     die_with_parent()
     rank = int(os.environ["RANK"])
     try:
+        answer_where(arguments.run, rank)
         _run(arguments, load_plan(arguments.run / "plan.yaml"), rank)
     except BaseException as error:
         if not isinstance(error, SystemExit):
-            write_text(arguments.run / "ranks" / f"rank{rank}.error", traceback.format_exc())
+            with contextlib.suppress(OSError):  # a full disk, perhaps the cause: the launcher will find it full, too
+                write_text(arguments.run / "ranks" / f"rank{rank}.error", traceback.format_exc())
         raise
     finally:
         if dist.is_initialized():
@@ -130,6 +134,9 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     job = _make_job(arguments, plan, device, recorder)
     layer_times = _LayerTimes(job, plan, device) if arguments.reprofile else None
     record = RankRecord(rank=rank, clock=[clock_offset(device)])
+    # No launcher sees all machines: each rank watches itself.
+    alone = dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"])
+    watchdog = Watchdog(arguments.run, rank, arguments.timeout) if alone else None
     for step in range(arguments.warmup + arguments.steps):
         recorder.enabled = step >= arguments.warmup
         if layer_times:
@@ -137,13 +144,17 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
         job.step()
         record.done, record.steps = step + 1, recorder.steps
         record.save(arguments.run)
+        if watchdog:
+            watchdog.step_finished()
+    if watchdog:
+        watchdog.stop()
     record.clock.append(clock_offset(device))
     if layer_times:
         layer_times.save(arguments.run)
     record.memory = _watch_memory(job, device, recorder)
     record.save(arguments.run)
     job.engine.close()
-    if dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"]):  # no launcher sees all machines: rank 0 gathers
+    if alone:
         _gather_from_machines(arguments, plan, record)
 
 

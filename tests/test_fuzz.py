@@ -11,19 +11,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from fuzz.targets import GRAPH, SCENARIO, TRANSFORMER, make_targets, seeds, small_plan
+from fuzz.targets import GRAPH, SCENARIO, TRANSFORMER, make_targets, seeds, small_plan, use
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plans import layers, plan
 
 from gpipe_sim import limits
 from gpipe_sim.files import Document, InputError, parse_json, parse_yaml, read_text
+from gpipe_sim.jitter import jitter_factors
 from gpipe_sim.pipedream import import_pipedream
-from gpipe_sim.plan import make_plan
+from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.planfile import load_plan
 from gpipe_sim.profile import load_profile
 from gpipe_sim.runs import parse_measured
+from gpipe_sim.schedule import rank_actions
 from gpipe_sim.search import space_of
+from gpipe_sim.simulate import simulate
 from gpipe_sim.sweep import parse_scenario
 
 NAMES = ("scenario", "plan", "profile", "pipedream", "run")
@@ -321,3 +326,78 @@ def test_a_measured_step_that_cannot_be_is_told(column, value, message, folder, 
     measured["steps"][0][0][column][1] = value
     with pytest.raises(InputError, match=message):
         parse_measured(Document("measured.json", measured), small_plan(folder))
+
+
+# --- the simulator -------------------------------------------------------------------------------------------------
+
+scales = st.floats(-18, 15).map(lambda exponent: 10.0**exponent)
+amounts = st.one_of(st.just(0.0), scales)
+
+
+@st.composite
+def extreme_plans(draw: st.DrawFn) -> Plan:
+    """Figures of any size side by side, from nothing at all to ages; whatever a scenario may share, block or jitter."""
+    K, nodes = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    schedule = draw(st.sampled_from(["naive", "gpipe", "1f1b"]))
+    M = 1 if schedule == "naive" else draw(st.integers(1, 6))
+    model = layers(
+        [draw(scales), *draw(st.lists(amounts, min_size=K - 1, max_size=K - 1))],
+        draw(st.lists(amounts, min_size=K, max_size=K)),
+        draw(st.lists(amounts, min_size=K, max_size=K)),
+        draw(st.lists(amounts, min_size=K, max_size=K)),
+        parameters=draw(amounts),
+        overhead=draw(amounts),
+    )
+
+    def link() -> dict[str, str]:
+        return {"bandwidth": f"{max(1e-6, draw(scales))!r} B/s", "latency": f"{draw(amounts)!r} s"}
+
+    cluster = {"nodes": nodes, "devices_per_node": -(-K // nodes), "network": link(), "link": link()}
+    cluster |= {"overlap": draw(st.booleans()), "cores": draw(st.integers(1, 3))}
+    cluster |= {"slowdown": {draw(st.integers(0, K - 1)): draw(st.floats(1e-6, 1e6))}}
+    if draw(st.booleans()):
+        cluster |= {"jitter": {"cv": draw(st.floats(0, 10)), "samples": 2, "seed": draw(st.integers(0, 2**64 - 1))}}
+    return plan(
+        model,
+        M,
+        batch=M * draw(st.integers(1, 3)) + draw(st.integers(0, M - 1)),
+        cluster=cluster,
+        schedule=schedule,
+        checkpoint={"per_stage": draw(st.lists(st.sampled_from(["never", "always", "except_last"]), min_size=K, max_size=K))},
+        recompute=draw(st.sampled_from(["early", "on_demand"])),
+        backward=draw(st.sampled_from(["reverse", "fifo"])),
+        window=draw(st.sampled_from([1, 2, "all"])),
+        placement=draw(st.permutations(range(K))),
+    )
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(extreme_plans())
+def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
+    has_jitter = made.scenario.cluster.jitter is not None
+    step = simulate(made, sample=1 if has_jitter else None)
+    factors = jitter_factors(made, [1])
+    crowded = bool(made.crowded_nodes)
+    for timeline, actions in zip(step.ranks, rank_actions(made), strict=True):
+        assert timeline.actions == actions, "each action once, in its order"
+        assert len(set(actions)) == len(actions)
+        assert np.isfinite(timeline.start_s).all()
+        assert (timeline.end_s >= timeline.start_s).all()
+        stage, end = timeline.stage, float(timeline.end_s[-1])
+        seconds = {"F": made.forward_s[stage], "R": made.recompute_s[stage], "B": made.backward_s[stage]}
+        work = sum(float((values * factors[kind][stage, :, 0]).sum()) for kind, values in seconds.items())
+        rounding = 1e-9 * end  # what a clock that shows the end cannot resolve
+        assert timeline.busy_s() >= work - rounding
+        if not crowded:
+            assert timeline.busy_s() <= work + rounding
+    for curve in step.memory:
+        held = {part: values for part, values in curve.parts.items() if part not in ("parameters", "optimizer", "inputs")}
+        for part, values in held.items():
+            assert values[-1] <= 1e-9 * values.max(), part
+            assert values.min() >= -1e-9 * values.max(), part
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(extreme_plans())
+def test_any_valid_plan_is_explained_in_finite_numbers(made):
+    use(made)

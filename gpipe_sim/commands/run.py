@@ -11,6 +11,8 @@ import typer
 from gpipe_sim.commands.common import AsJson, Html, need_torch, progress, say, write
 from gpipe_sim.files import InputError, Problem
 
+MEASURED = "measured.json"
+
 if TYPE_CHECKING:
     from gpipe_exec.launch import Settings
     from gpipe_sim.plan import Plan
@@ -115,6 +117,11 @@ def execute_plan(plan: "Plan", settings: "Settings", out: Path | None) -> Path:
             execute(plan, directory, settings, advance)
     except RunError as error:
         print(f"gpipe: {error}", file=sys.stderr)
+        if not (directory / MEASURED).is_file() and any(directory.glob("ranks/rank*.json")):
+            say(f"what its ranks measured is kept: gpipe compare {directory}")
+        raise typer.Exit(1) from error
+    except OSError as error:
+        print(f"gpipe: {error.filename or directory}: {error.strerror}", file=sys.stderr)
         raise typer.Exit(1) from error
     return directory
 
@@ -182,6 +189,21 @@ def compare(
     show_comparison(run_directory, html, as_json=as_json)
 
 
+def _gather_again(directory: Path) -> None:
+    """Put together what the ranks of a run have left that ended before that could be done, if they have."""
+    from gpipe_sim.files import read_json
+    from gpipe_sim.planfile import load_plan
+
+    if not any(directory.glob("ranks/rank*.json")) or not (directory / "environment.json").is_file():
+        return
+    plan, settings = load_plan(directory / "plan.yaml"), read_json(directory / "environment.json").data
+    need_torch("gpipe compare")
+    from gpipe_exec.records import gather
+
+    how = {name: settings[name] for name in ("device", "engine", "stretch")}
+    gather(plan, directory, **how)
+
+
 def show_comparison(directory: Path, html: Path | None, *, as_json: bool, first: bool = False) -> None:
     """Compare a run with its prediction, print that, and keep it in the run's directory; the first time, also in the
     record of all runs beside it."""
@@ -189,6 +211,8 @@ def show_comparison(directory: Path, html: Path | None, *, as_json: bool, first:
     from gpipe_sim.runs import load_run
     from gpipe_sim.terminal import comparison_table, make_console
 
+    if not (directory / MEASURED).is_file():
+        _gather_again(directory)
     comparison = compare_run(*load_run(directory))
     write(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2), "the comparison")
     if first:

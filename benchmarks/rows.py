@@ -1,0 +1,48 @@
+"""Headlines: what each benchmark has to say in the one table that `make bench` ends with.
+
+A benchmark started with `--rows FILE` leaves its headlines there; `benchmarks/table.py` prints those of all of them.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One row: the same work done by us and by another, in one run."""
+
+    what: str
+    """What was run."""
+    peer: str
+    """Against what or whom."""
+    ours: str
+    theirs: str
+    """Both figures with their unit."""
+    ratio: float | None
+    """Theirs over ours in time: how many times faster we are. None where they could not run."""
+    held: bool | None = None
+    """Whether it reached its goal, if it has one."""
+    note: str = ""
+    """What is not the same on both sides, or why they could not run."""
+    repeat: str
+    """The command to see it again."""
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """The option that every benchmark has."""
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also write the headlines for benchmarks/table.py")
+
+
+def save(path: Path | None, headlines: Iterable[Headline]) -> None:
+    """Write them where `--rows` says."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(headline) for headline in headlines], indent=2) + "\n")
+
+
+def load(path: Path) -> list[Headline]:
+    """What `save` has written."""
+    return [Headline(**entry) for entry in json.loads(path.read_text())]
