@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from playwright.sync_api import Browser, Page, Request, sync_playwright
+from rows import Headline, add_option, save
 
 CHROMIUM = Path("/usr/bin/chromium")
 CALLBACKS = {"url": "follow the knob", "numbers": "verdict", "gantt": "timeline", "memory": "other charts"}
@@ -67,6 +68,17 @@ class Turns:
     @property
     def missed(self) -> bool:
         return self.goal_s is not None and self.p95_s > self.goal_s
+
+    def headline(self, goal_s: float) -> Headline:
+        return Headline(
+            what=f"dashboard: {self.name}, p95",
+            peer="its goal",
+            ours=f"{1e3 * self.p95_s:.0f} ms",
+            theirs=f"{1e3 * goal_s:.0f} ms",
+            ratio=goal_s / self.p95_s,
+            held=not self.missed,
+            repeat=".venv/bin/python benchmarks/dashboard.py",
+        )
 
     def line(self) -> str:
         median = float(np.median(self.seconds))
@@ -157,6 +169,7 @@ def callbacks(browser: Browser, address: str, K: int, M: int, times: int) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=40, help="of each knob")
+    add_option(parser)
     arguments = parser.parse_args()
     if not CHROMIUM.exists():
         sys.exit(f"{CHROMIUM} is not installed (on Debian: apt-get install chromium)")
@@ -173,6 +186,7 @@ def main() -> None:
             for one in callbacks(browser, address, K, M, 10):
                 print(one.line(), flush=True)
         browser.close()
+    save(arguments.rows, [one.headline(one.goal_s) for one in found if one.goal_s is not None])
     sys.exit(any(one.missed for one in found))
 
 

@@ -1,8 +1,8 @@
 """Other simulators and planners that can be installed, beside ours, in one run.
 
 * *torch's schedule simulator*, `_simulate_comms_compute` of torch.distributed.pipelining: private, used by torch's own
-  tests. It takes the same schedule (checked action by action) with sends and receives added by torch's own pass, and lays
-  it out in steps of equal length: no seconds, no links, no memory.
+  tests. It takes the same schedule (checked action by action) with sends and receives added by torch's own pass, and
+  lays it out in steps of equal length: no seconds, no links, no memory.
 
 CPU seconds, best of `--repeat` after a warm-up, taking turns. Run with: .venv/bin/python benchmarks/rivals.py
 """
@@ -27,14 +27,21 @@ REPEAT = ".venv/bin/python benchmarks/rivals.py"
 
 def torch_schedule(plan: Plan) -> tuple[dict[int, list[object]], Callable[[], object]]:
     """The plan's schedule in torch's words, and a function that simulates it there."""
-    from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType, _simulate_comms_compute
+    from torch.distributed.pipelining.schedules import (
+        _Action,
+        _add_send_recv,
+        _ComputationType,
+        _simulate_comms_compute,
+    )
 
     kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
     compute = {
         rank: [_Action(a.stage, kinds[a.kind], a.microbatch) for a in actions if a.kind in kinds]
         for rank, actions in enumerate(rank_actions(plan))
     }
-    lowered = _add_send_recv({rank: list(actions) for rank, actions in compute.items()}, lambda stage: stage, len(compute))
+    lowered = _add_send_recv(
+        {rank: list(actions) for rank, actions in compute.items()}, lambda stage: stage, len(compute)
+    )
     return compute, lambda: _simulate_comms_compute(lowered, lambda stage: stage, len(compute))
 
 
@@ -74,7 +81,7 @@ def torch_headlines(repeat: int, table: Table) -> list[Headline]:
                     ours=f"{per_action[ours]:.2f} us/action",
                     theirs=f"{per_action['torch']:.2f} us/action",
                     ratio=seconds["torch"] / seconds[ours],
-                    note="torch's lays out the same schedule in steps of equal length; ours gives seconds, links, memory",
+                    note="torch's lays out the same schedule in equal steps; ours gives seconds, links, memory",
                     repeat=REPEAT,
                 )
             )

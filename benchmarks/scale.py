@@ -27,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rows import Headline, add_option, save
 
 from gpipe_sim.explain import critical_path
 from gpipe_sim.files import parse_yaml
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--one", metavar="PLAN", help="measure a single plan, such as 64x512, and print JSON")
     parser.add_argument("--most", type=int, default=512, help="the most stages to go to (512)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growth as a PNG")
+    add_option(parser)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.one)))
@@ -186,6 +188,18 @@ def main() -> None:
         held &= linear
         told = ", ".join(f"{figure} {slope:.3f}" for figure, slope in slopes.items())
         console.print(f"goal: exponents of at most {MAX_EXPONENT}: {told}, {'held' if linear else 'missed'}")
+    largest = max(found, key=lambda one: one["actions"])
+    headline = Headline(
+        what=f"simulate {largest['plan']}, {largest['actions']:,} actions: peak memory",
+        peer="its goal",
+        ours=f"{peak / GiB:.2f} GiB",
+        theirs=f"{MAX_MEMORY / GiB:.0f} GiB",
+        ratio=MAX_MEMORY / peak,
+        held=held,
+        note=f"{largest['seconds']['simulate']:.1f} s; exponents of time and memory are printed above",
+        repeat=".venv/bin/python benchmarks/scale.py",
+    )
+    save(options.rows, [headline])
     if options.plot:
         plot([one for one in found if "x" in one["plan"]], options.plot)
     raise SystemExit(0 if held else 1)

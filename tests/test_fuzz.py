@@ -363,7 +363,9 @@ def extreme_plans(draw: st.DrawFn) -> Plan:
         batch=M * draw(st.integers(1, 3)) + draw(st.integers(0, M - 1)),
         cluster=cluster,
         schedule=schedule,
-        checkpoint={"per_stage": draw(st.lists(st.sampled_from(["never", "always", "except_last"]), min_size=K, max_size=K))},
+        checkpoint={
+            "per_stage": draw(st.lists(st.sampled_from(["never", "always", "except_last"]), min_size=K, max_size=K))
+        },
         recompute=draw(st.sampled_from(["early", "on_demand"])),
         backward=draw(st.sampled_from(["reverse", "fifo"])),
         window=draw(st.sampled_from([1, 2, "all"])),
@@ -391,7 +393,9 @@ def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
         if not crowded:
             assert timeline.busy_s() <= work + rounding
     for curve in step.memory:
-        held = {part: values for part, values in curve.parts.items() if part not in ("parameters", "optimizer", "inputs")}
+        held = {
+            part: values for part, values in curve.parts.items() if part not in ("parameters", "optimizer", "inputs")
+        }
         for part, values in held.items():
             assert values[-1] <= 1e-9 * values.max(), part
             assert values.min() >= -1e-9 * values.max(), part
