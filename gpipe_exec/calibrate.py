@@ -33,9 +33,9 @@ class Overheads(NamedTuple):
     hop_s: float
 
 
-def idle_plan(num_stages: int) -> Plan:
-    """Equal stages that take their time, and messages of 64 KiB over links that cost nothing."""
-    layer = {"name": "nothing", "repeat": num_stages, "forward": "10 ms", "backward": "20 ms", "output": "64 KiB"}
+def idle_plan(num_stages: int, message: str = "64 KiB") -> Plan:
+    """Equal stages that take their time, and messages of one size over links that cost nothing."""
+    layer = {"name": "nothing", "repeat": num_stages, "forward": "10 ms", "backward": "20 ms", "output": message}
     scenario = {
         "name": "calibration",
         "model": {"kind": "layers", "layers": [layer]},
@@ -53,9 +53,10 @@ def idle_plan(num_stages: int) -> Plan:
 
 
 def calibrate(link: Link | None, *, asleep: bool, num_steps: int = 3) -> Overheads:
-    """Run the pipeline on all ranks. Awake, messages pass the real `link`, whose own time is not the engine's; asleep,
-    they are paced as a rehearsal's."""
-    plan, rank = idle_plan(dist.get_world_size()), dist.get_rank()
+    """Run the pipeline on all ranks. Its messages pass the real `link`, whose own time is not the engine's; without
+    one they are paced, as a rehearsal's are. Asleep they are small, to ask nothing of a link that may be slow."""
+    plan = idle_plan(dist.get_world_size(), "64 B" if asleep and link else "64 KiB")
+    rank = dist.get_rank()
     recorder = Recorder()
     began = (lambda: recorder.latest_s) if asleep else time.perf_counter
     workload, update = rehearsed_workload(plan, rank, 1.0, began=began, asleep=asleep)
@@ -65,7 +66,7 @@ def calibrate(link: Link | None, *, asleep: bool, num_steps: int = 3) -> Overhea
         workload.loss,
         device=torch.device("cpu"),
         recorder=recorder,
-        carry=lambda direct, edge: PacedTransport(direct, plan.link(edge), 1.0) if asleep else direct,
+        carry=lambda direct, edge: direct if link else PacedTransport(direct, plan.link(edge), 1.0),
     )
     own = Own(0.0, 0.0) if asleep else _own_overhead(pipe.module, plan)
     for step in range(1 + num_steps):

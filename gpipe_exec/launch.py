@@ -17,25 +17,22 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gpipe_exec.autopsy import MARK, failure, marked, where_ranks_stand
+from gpipe_exec.findings import predict_with_findings, write_prediction
 from gpipe_exec.layers import WorkloadError, build_workload
 from gpipe_exec.process import die_with_parent
 from gpipe_exec.records import gather, steps_done
-from gpipe_exec.rehearsal import with_engine_overhead
-from gpipe_exec.worker import OVERHEADS, TIMES
-from gpipe_sim.files import InputError, Problem, write_text, yaml_text
+from gpipe_sim.files import InputError, Problem, write_text
 from gpipe_sim.plan import Plan
-from gpipe_sim.planfile import save_plan
 from gpipe_sim.predict import predict
 from gpipe_sim.runs import Measured
-from gpipe_sim.scenario import ProfileModel, Scenario
+from gpipe_sim.scenario import Scenario
 
 
 class RunError(RuntimeError):
@@ -54,6 +51,9 @@ class Settings:
     """Seconds without progress after which a run counts as hung, beyond what a rehearsed step takes."""
     stretch: float = 1.0
     """How many times slower than the plan a rehearsal runs."""
+    links: str = "plan"
+    """A rehearsal's messages: `plan`, small and delivered at the pace of the plan's links; `real`, whole and as they
+    come."""
     reprofile: bool = False
     """Whether to time the layers between the steps, and to predict from that."""
     endpoint: str | None = None
@@ -86,17 +86,12 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
                 standing = where_ranks_stand(run, plan.num_stages, mark)
         finally:
             _end(process, mark)
-    if (run / OVERHEADS).is_file():
-        # Found with a pipeline of its own before the first step: the prediction knows the machine, not the run.
-        plan = with_engine_overhead(plan, **json.loads((run / OVERHEADS).read_text()), stretch=settings.stretch)
-        prepare(plan, run, settings)
-    if (run / TIMES).is_file():
-        times = {int(size): columns for size, columns in json.loads((run / TIMES).read_text()).items()}
-        plan = replace(plan, profile=plan.profile.retimed(times))
-        prepare(plan, run, settings)
     failed = hung or process.returncode != 0
     try:
-        measured = gather(plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch)
+        plan = predict_with_findings(plan, run, settings.stretch)
+        measured = gather(
+            plan, run, device=settings.device, engine=settings.engine, stretch=settings.stretch, links=settings.links
+        )
     except OSError as error:
         # What the ranks have written is whole: `gpipe compare` can put it together once there is room.
         raise RunError(f"{run} cannot be written: {error.strerror}; ranks keep what they measured in it") from error
@@ -108,19 +103,8 @@ def execute(plan: Plan, run: Path, settings: Settings, advance: Callable[[], Non
 
 def prepare(plan: Plan, run: Path, settings: Settings) -> None:
     """Write what is known before the run: everything that another machine needs to take part."""
-    save_plan(plan, run / "plan.yaml")
-    write_text(run / "scenario.yaml", yaml_text(_scenario_beside_profile(plan.scenario)))
-    plan.profile.save(run / "profile.json")
-    write_text(run / "predicted.json", json.dumps(predict(plan).to_dict(), indent=2))
+    write_prediction(plan, run)
     write_text(run / "environment.json", json.dumps(_environment(settings), indent=2))
-
-
-def _scenario_beside_profile(scenario: Scenario) -> dict[str, Any]:
-    """The scenario as it was written, its profile, if it names one, being the run directory's."""
-    data: dict[str, Any] = scenario.document.data | {"name": scenario.name}
-    if isinstance(scenario.model, ProfileModel):
-        return data | {"model": data["model"] | {"path": "profile.json"}}
-    return data | ({"profile": "profile.json"} if scenario.profile else {})
 
 
 def commands_for_machines(plan: Plan, run: Path, settings: Settings, num_nodes: int) -> list[str]:
@@ -133,7 +117,7 @@ def commands_for_machines(plan: Plan, run: Path, settings: Settings, num_nodes: 
         where = ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rdzv-backend", "static"]
         where += ["--rdzv-endpoint", str(settings.endpoint)]
         command = _command(plan.num_stages // num_nodes, where, run, settings, python="python")
-        commands.append("OMP_NUM_THREADS=1 " + shlex.join(command))
+        commands.append(" ".join(f"{name}={value}" for name, value in _STEADY.items()) + " " + shlex.join(command))
     return commands
 
 
@@ -145,7 +129,7 @@ def _command(
         *(python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *arguments),
         *("-m", "gpipe_exec.worker", str(run), "--steps", str(settings.steps), "--warmup", str(settings.warmup)),
         *("--device", settings.device, "--engine", settings.engine),
-        *("--stretch", repr(settings.stretch), "--timeout", str(settings.timeout)),
+        *("--stretch", repr(settings.stretch), "--links", settings.links, "--timeout", str(settings.timeout)),
         *(["--reprofile"] if settings.reprofile else []),
     ]
 

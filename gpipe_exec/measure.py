@@ -3,8 +3,8 @@
     python -m torch.distributed.run ... -m gpipe_exec.measure WORK_DIR      started by `profiler.measure_profile`
 
 Every rank, pinned to its core, runs its share of the layers as a stage would run its part (`timing`), and the allocator
-tells what each layer holds. Between neighbouring ranks the link is timed by ping-pong over several sizes, and a
-pipeline that does nothing but keep its cores busy tells what the engine itself costs.
+tells what each layer holds. Between neighbouring ranks the link is probed (`probe`), and a pipeline that does nothing
+but keep its cores busy tells what the engine itself costs.
 """
 
 import json
@@ -26,10 +26,10 @@ from gpipe_exec.calibrate import Overheads, calibrate
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_exec.messages import Value, flatten
 from gpipe_exec.pipeline import default_device, pin_to_cores
+from gpipe_exec.probe import measure_link
 from gpipe_exec.process import die_with_parent, leave
 from gpipe_exec.timing import LayerTimer, from_all_ranks, leaves_of, on_device
 from gpipe_exec.worker import OPTIMIZERS
-from gpipe_sim.catalog import Link
 from gpipe_sim.files import parse_yaml, write_text
 from gpipe_sim.profile import COLUMNS
 from gpipe_sim.scenario import Scenario
@@ -56,14 +56,17 @@ def main() -> None:
         workload = build_workload(scenario)
         workload.layers.to(device)
         is_first = dist.get_rank() == 0
+        largest_bytes = 0.0
         for size in request["sizes"]:
             path = work / f"size{size}.json"
             if _agree(path.is_file()):
-                continue
-            columns = _measure_size(workload, size, scenario.batch // size, device)
-            if is_first:
-                write_text(path, json.dumps(columns))
-        extras = _measure_extras(workload, scenario, device)
+                columns = json.loads(path.read_text())
+            else:
+                columns = _measure_size(workload, size, scenario.batch // size, device)
+                if is_first:
+                    write_text(path, json.dumps(columns))
+            largest_bytes = max(largest_bytes, *columns["output_bytes"])
+        extras = _measure_extras(workload, scenario, device, largest_bytes)
         if is_first:
             write_text(work / "extras.json", json.dumps(extras))
         dist.barrier()
@@ -155,10 +158,12 @@ def _backward(output: Value) -> None:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
 
-def _measure_extras(workload: Workload, scenario: Scenario, device: torch.device) -> dict[str, Any]:
+def _measure_extras(
+    workload: Workload, scenario: Scenario, device: torch.device, largest_bytes: float
+) -> dict[str, Any]:
     layers = list(workload.layers)
     inputs, _ = workload.sample(1)
-    link = _measure_link(device)
+    link = measure_link(device, largest_bytes)
     # On a GPU the host runs ahead of the device, which hides what the engine does.
     overheads = calibrate(link, asleep=False) if device.type == "cpu" else Overheads(0.0, 0.0)
     return {
@@ -190,45 +195,6 @@ def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario) -> list[
             seconds.append(time.perf_counter() - begin)
     whole = statistics.median(one for rank in from_all_ranks(seconds) for one in rank)
     return [whole * count / sum(counts) for count in counts]
-
-
-def _measure_link(device: torch.device) -> Link | None:
-    """Latency and bandwidth between neighbouring ranks, by ping-pong over several sizes: medians over all pairs."""
-    world = dist.get_world_size()
-    if world < 2:
-        return None
-    sizes = [2**n for n in range(10, 25, 2)]
-    seconds = [statistics.median(_ping_pong(size, first, device) for first in range(world - 1)) for size in sizes]
-    latency = seconds[0]
-    bandwidth = sizes[-1] / max(seconds[-1] - latency, 1e-9)
-    told = torch.tensor([bandwidth, latency], dtype=torch.double, device=device)
-    dist.broadcast(told, src=0)
-    return Link(name="measured", bandwidth=float(told[0]), latency=float(told[1]))
-
-
-def _ping_pong(size: int, first: int, device: torch.device) -> float:
-    """Seconds one way between two neighbours, receives posted ahead, the median of several exchanges; told to all."""
-    rank, seconds = dist.get_rank(), [0.0]
-    out, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    dist.barrier()
-    if rank in (first, first + 1):
-        peer = first + 1 if rank == first else first
-        seconds = []
-        for _ in range(9):
-            begin = time.perf_counter()
-            receive = dist.irecv(back, peer)
-            assert receive is not None, "both ranks belong to the group"
-            if rank == first:
-                dist.send(out, peer)
-            receive.wait()
-            if rank != first:
-                dist.send(out, peer)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append((time.perf_counter() - begin) / 2)
-    told = torch.tensor([statistics.median(seconds)], dtype=torch.double, device=device)
-    dist.broadcast(told, src=first)
-    return float(told)
 
 
 if __name__ == "__main__":

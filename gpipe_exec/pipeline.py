@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpipe_exec.delivery import Acknowledged
 from gpipe_exec.messages import (
     MAX_TENSORS,
     PeerToPeer,
@@ -56,7 +57,7 @@ class Pipeline:
         *,
         device: torch.device | str | None = None,
         recorder: Recorder | None = None,
-        carry: Callable[[PeerToPeer, int], Transport] = lambda direct, edge: direct,
+        carry: Callable[[PeerToPeer, int], Transport] | None = None,
     ) -> None:
         """`carry`, given the direct way between two ranks and its edge, may return another way for messages."""
         if len(layers) != plan.profile.num_layers:
@@ -90,7 +91,8 @@ class Pipeline:
             loss=loss if self.is_last else None,
             recomputed=plan.recomputed(self.stage_index),
         )
-        self._carry = carry
+        self._carry = carry or self._as_it_is
+        self._acknowledged: list[Acknowledged] = []
         self._connect()
 
     @property
@@ -281,10 +283,17 @@ class Pipeline:
         self._gradients_in = None if self.is_last else receiver(k, "previous")
         self._senders = [end for end in (self._outputs_out, self._gradients_out) if end is not None]
 
+    def _as_it_is(self, direct: PeerToPeer, edge: int) -> Transport:
+        """The direct way. Only gloo calls a message sent that has not arrived, which matters to senders that wait."""
+        if self.plan.scenario.cluster.overlap or self.device.type == "cuda":
+            return direct
+        self._acknowledged.append(Acknowledged(direct))
+        return self._acknowledged[-1]
+
     def close(self) -> None:
         """End the threads that wait for deliveries."""
-        for sender in self._senders:
-            sender.close()
+        for end in (*self._senders, *self._acknowledged):
+            end.close()
 
     # --- state -----------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def steps_done(run: Path, num_ranks: int) -> list[int]:
     return [int(file.read_text()) if file.is_file() else 0 for file in files]
 
 
-def gather(plan: Plan, run: Path, *, device: str, engine: str, stretch: float) -> Measured | None:
+def gather(plan: Plan, run: Path, *, device: str, engine: str, stretch: float, links: str = "plan") -> Measured | None:
     """The steps that every rank has recorded, written to measured.json with a trace of the median one.
 
     A rehearsal ran `stretch` times slower than the plan: its times are divided by it.
@@ -98,7 +98,7 @@ def gather(plan: Plan, run: Path, *, device: str, engine: str, stretch: float) -
     )
     typical = steps[int(np.argsort([step_time_s(step) for step in steps])[(num_steps - 1) // 2])]
     memory = [record.memory for record in present if record.memory]
-    measured = Measured(device=device, engine=engine, stretch=stretch, steps=steps)
+    measured = Measured(device=device, engine=engine, stretch=stretch, links=links, steps=steps)
     if len(memory) == len(present):
         peaks = tuple(watched.static_bytes + watched.trace.peak_bytes for watched in memory)
         curves = tuple(_curve(watched, timeline) for watched, timeline in zip(memory, typical.ranks, strict=True))

@@ -11,6 +11,9 @@ accounting are real, the arithmetic is not.
         receiver    posted ^ (told to the sender)                 | taken
 
 All times are stretched by one factor, so that the engine's own overhead stays small beside the shortest action.
+
+Between machines whose links are there, messages can be real instead (`--links real`): whole, at the links' own pace.
+Links do not stretch, so nothing is stretched then, and ranks need no common clock.
 """
 
 import time
@@ -43,11 +46,11 @@ def default_stretch(plan: Plan) -> float:
     return max(1.0, SHORTEST_ACTION_S / float(actions[actions > 0].min()))
 
 
-def what_is_left_out(plan: Plan) -> list[str]:
+def what_is_left_out(plan: Plan, links: str = "plan") -> list[str]:
     """What the prediction has and a rehearsal has not, in words."""
     cluster = plan.scenario.cluster
     left_out = {
-        "shared network cards: every link has its own": bool(plan.shared_nics),
+        "shared network cards: every link has its own": bool(plan.shared_nics) and links == "plan",
         "shared cores: every rank has its own": bool(plan.crowded_nodes),
         "jitter": cluster.jitter is not None,
     }

@@ -24,8 +24,9 @@ from gpipe_exec.allocator import storage_bytes, trace_bytes
 from gpipe_exec.autopsy import Watchdog, answer_where
 from gpipe_exec.calibrate import calibrate
 from gpipe_exec.clocks import clock_offset
+from gpipe_exec.findings import OVERHEADS, TIMES, predict_with_findings
 from gpipe_exec.layers import Workload, build_workload
-from gpipe_exec.messages import Value, flatten
+from gpipe_exec.messages import PeerToPeer, Transport, Value, flatten
 from gpipe_exec.pipeline import Pipeline, default_device, pin_to_cores
 from gpipe_exec.process import die_with_parent, leave
 from gpipe_exec.recorder import Recorder
@@ -36,11 +37,6 @@ from gpipe_sim.files import write_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
 from gpipe_sim.scenario import Optimizer
-
-OVERHEADS = Path("ranks", "overheads.json")
-"""What the engine itself was found to cost before a rehearsal."""
-TIMES = Path("ranks", "times.json")
-"""What the layers were found to cost between the steps, if that was asked for."""
 
 OPTIMIZERS: dict[Optimizer, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
@@ -78,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda", "rehearse"], required=True)
     parser.add_argument("--engine", choices=["gpipe", "torch"], default="gpipe")
     parser.add_argument("--stretch", type=float, default=1.0, help="how many times slower than the plan to rehearse")
+    parser.add_argument("--links", choices=["plan", "real"], default="plan", help="whose pace rehearsed messages have")
     parser.add_argument("--reprofile", action="store_true", help="time the layers between the steps")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds without a step after which to give up")
     return parser
@@ -127,7 +124,7 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     patience = timedelta(seconds=arguments.timeout + 30)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     if arguments.device == "rehearse":
-        overheads = calibrate(None, asleep=True)
+        overheads = calibrate(plan.link(0) if arguments.links == "real" and plan.num_stages > 1 else None, asleep=True)
         if rank == 0:
             write_text(arguments.run / OVERHEADS, json.dumps(overheads._asdict()))
     recorder = Recorder(device)
@@ -159,6 +156,9 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
 
 
 def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, recorder: Recorder) -> _Job:
+    def paced(direct: PeerToPeer, edge: int) -> Transport:
+        return PacedTransport(direct, plan.link(edge), arguments.stretch)
+
     engine: Engine
     if arguments.device == "rehearse":
         stage = plan.placement.index(plan.ranks[dist.get_rank()])
@@ -169,7 +169,7 @@ def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, r
             workload.loss,
             device=device,
             recorder=recorder,
-            carry=lambda direct, edge: PacedTransport(direct, plan.link(edge), arguments.stretch),
+            carry=None if arguments.links == "real" else paced,
         )
         return _Job(workload, engine, *workload.sample(plan.scenario.batch), update, list)
     workload = build_workload(plan.scenario)
@@ -243,7 +243,8 @@ def _gather_from_machines(arguments: argparse.Namespace, plan: Plan, record: Ran
         if one is not None:
             one.save(arguments.run)
     if records:
-        gather(plan, arguments.run, device=arguments.device, engine=arguments.engine, stretch=arguments.stretch)
+        how = {name: getattr(arguments, name) for name in ("device", "engine", "stretch", "links")}
+        gather(predict_with_findings(plan, arguments.run, arguments.stretch), arguments.run, **how)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ class Measured:
     """After warm-up, times relative to each step's first action, in the plan's own seconds."""
     stretch: float = 1.0
     """How many times slower than the plan a rehearsal ran; its times are divided by it."""
+    links: str = "plan"
+    """Whose pace a rehearsal's messages had: the plan's links', or that of the real ones."""
     peak_memory_bytes: tuple[int, ...] | None = None
     """Per rank, from the allocator in a step of its own; None where that step did not finish."""
     memory: tuple[MemoryCurve, ...] | None = None
@@ -53,10 +55,15 @@ class Measured:
         """How it was executed, in words."""
         if self.device != "rehearse":
             return f"Executed on {self.device} by the {self.engine} engine."
-        return (
+        rehearsal = (
             "A rehearsal: the engine, its processes and its waiting are real. Layers take their profiled time and hold "
-            "their profiled bytes without computing; messages carry at most 64 KiB, and arrive when the plan's links "
-            f"would have delivered all of it. It ran {self.stretch:.4g} times slower; times are divided by that."
+            "their profiled bytes without computing; "
+        )
+        if self.links == "real":
+            return f"{rehearsal}messages are whole, and pass the real links between the ranks."
+        return (
+            f"{rehearsal}messages carry at most 64 KiB, and arrive when the plan's links would have delivered all of "
+            f"it. It ran {self.stretch:.4g} times slower; times are divided by that."
         )
 
 
@@ -81,6 +88,7 @@ class _MeasuredFile(Strict):
     device: str
     engine: str
     stretch: Annotated[float, Field(ge=1 / AMOUNT, le=AMOUNT)] = 1.0
+    links: Literal["plan", "real"] = "plan"
     steps: Annotated[list[list[_RankEntry]], Field(min_length=1)]
     peak_memory_bytes: list[Annotated[int, Field(ge=0, le=int(AMOUNT))]] | None = None
     memory: list[_CurveEntry] | None = None
@@ -113,6 +121,7 @@ def save_measured(measured: Measured, path: Path) -> None:
         "device": measured.device,
         "engine": measured.engine,
         "stretch": measured.stretch,
+        "links": measured.links,
         "steps": [
             [{name: column(getattr(timeline, name).tolist()) for name in _COLUMNS} for timeline in step.ranks]
             for step in measured.steps
@@ -185,6 +194,7 @@ def parse_measured(document: Document, plan: Plan) -> Measured:
         device=content.device,
         engine=content.engine,
         stretch=content.stretch,
+        links=content.links,
         steps=tuple(steps),
         peak_memory_bytes=tuple(content.peak_memory_bytes) if content.peak_memory_bytes else None,
         memory=tuple(curves) or None,

@@ -34,6 +34,13 @@ class RunEngine(StrEnum):
     TORCH = "torch"
 
 
+class RunLinks(StrEnum):
+    """Whose pace the messages of a rehearsal have."""
+
+    PLAN = "plan"
+    REAL = "real"
+
+
 def run(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a scenario with a single plan.")],
     device: Annotated[
@@ -49,6 +56,13 @@ def run(
         float | None,
         typer.Option(min=1e-6, help="With rehearse: how many times slower; if left out, until actions last 20 ms."),
     ] = None,
+    links: Annotated[
+        RunLinks,
+        typer.Option(
+            help="With rehearse: plan sends little and delivers it when the plan's links would have; real sends whole "
+            "messages over the links that are there, also between machines, and stretches nothing."
+        ),
+    ] = RunLinks.PLAN,
     reprofile: Annotated[
         bool,
         typer.Option(
@@ -77,26 +91,26 @@ def run(
 
     if stretch is not None and device is not RunDevice.REHEARSE:
         raise InputError([Problem("--stretch", "", "is for rehearsals only, expected --device rehearse with it")])
+    if links is RunLinks.REAL and device is not RunDevice.REHEARSE:
+        message = "is for rehearsals only, expected --device rehearse with it: other runs have real links anyway"
+        raise InputError([Problem("--links", "", message)])
+    if links is RunLinks.REAL and stretch not in (None, 1.0):
+        raise InputError([Problem("--stretch", "", f"found {stretch:g}, expected 1: real links do not stretch")])
+    is_stretched = device is RunDevice.REHEARSE and links is RunLinks.PLAN
     settings = Settings(
         device=run_device(device),
         engine=engine,
         steps=steps,
         warmup=warmup,
         timeout=timeout,
-        stretch=(stretch or default_stretch(plan)) if device is RunDevice.REHEARSE else 1.0,
+        stretch=(stretch or default_stretch(plan)) if is_stretched else 1.0,
+        links=links,
         reprofile=reprofile,
         endpoint=rdzv_endpoint,
     )
-    if reprofile and (settings.device == "rehearse" or nodes > 1):
-        raise InputError(
-            [
-                Problem(
-                    "--reprofile",
-                    "",
-                    "needs layers that compute on this machine, expected neither --device rehearse nor --nodes",
-                )
-            ]
-        )
+    if reprofile and settings.device == "rehearse":
+        message = "needs layers that compute, expected another device than rehearse"
+        raise InputError([Problem("--reprofile", "", message)])
     if nodes > 1:
         _print_commands(plan, settings, nodes, out)
         return
@@ -146,8 +160,13 @@ def _announce(plan: "Plan", settings: "Settings") -> None:
     from gpipe_sim.units import format_seconds
 
     seconds = format_seconds(predict(plan).step_time_s * settings.stretch)
-    say(f"a rehearsal, {settings.stretch:.4g} times slower than the plan: {seconds} a step; times are divided by it")
-    for what in what_is_left_out(plan):
+    if settings.links == "real":
+        say(f"a rehearsal with whole messages over the links that are there: {seconds} a step by the plan's links")
+    else:
+        say(
+            f"a rehearsal, {settings.stretch:.4g} times slower than the plan: {seconds} a step; times are divided by it"
+        )
+    for what in what_is_left_out(plan, settings.links):
         say(f"not rehearsed: {what}")
 
 
@@ -158,8 +177,9 @@ def _print_commands(plan: "Plan", settings: "Settings", nodes: int, out: Path | 
     if settings.endpoint is None:
         message = "is missing: with several machines, expected host:port of the first, such as node0:29500"
         raise InputError([Problem("--rdzv-endpoint", "", message)])
-    if settings.device == "rehearse":
-        raise InputError([Problem("--nodes", "", "a rehearsal needs one clock, expected a single machine")])
+    if settings.device == "rehearse" and settings.links == "plan":
+        message = "a rehearsal of the plan's links needs one clock, expected a single machine or --links real"
+        raise InputError([Problem("--nodes", "", message)])
     check_runnable(plan, settings, num_machines=nodes)
     directory = _run_directory(plan, out)
     commands = commands_for_machines(plan, directory, settings, nodes)
