@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,8 @@ class Runner:
         )
         run.mkdir()
         prepare(plan, run, settings)
-        self._start(commands_for_machines(plan, run, settings, point.hosts), worker_environment(plan.scenario))
+        commands = commands_for_machines(plan, run, settings, point.hosts)
+        self._start(commands, worker_environment(plan.scenario), pinned=is_cpu)
         return compare_run(*load_run(run))
 
     def _torchrun(self, node: int, num_nodes: int, arguments: str) -> str:
@@ -216,8 +217,8 @@ class Runner:
         """A port of its own for each run: nobody has to wait until the last one's is free again."""
         return f"{self._hosts.all[0].address}:{20000 + self._num_runs}"
 
-    def _start(self, commands: Sequence[str], environment: "os._Environ[str] | dict[str, str]") -> None:
-        """One command on each host, on a core of its own as far as there are; returns when all have ended well."""
+    def _start(self, commands: Sequence[str], environment: Mapping[str, str], *, pinned: bool = False) -> None:
+        """One command on each host, on a core of its own if it computes; returns when all have ended well."""
         self._num_runs += 1
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         project = f"{Path(__file__).parents[1]}{os.pathsep}{environment.get('PYTHONPATH', '')}"
@@ -227,8 +228,8 @@ class Runner:
         started = []
         for node, (command, log) in enumerate(zip(commands, logs, strict=True)):
             with open(log, "wb") as output:
-                pinned = ["taskset", "--cpu-list", str(cores[node % len(cores)])] if len(commands) <= len(cores) else []
-                started.append(self._hosts.start(node, [*pinned, "bash", "-c", command], settings, output))
+                on = ["taskset", "--cpu-list", str(cores[node % len(cores)])] if pinned else []
+                started.append(self._hosts.start(node, [*on, "bash", "-c", command], settings, output))
         deadline = time.monotonic() + 300
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started) or time.monotonic() > deadline:
@@ -312,18 +313,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few points only")
     parser.add_argument("--only", choices=list(TITLES), action="append", help="only these questions")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each run")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories here, for gpipe compare")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     arguments = parser.parse_args()
     if missing := what_is_missing():
         print(f"left out: hosts of network namespaces need {', '.join(missing)}")
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_cleanly)
     chosen = [p for p in points(quick=arguments.quick) if not arguments.only or p.what in arguments.only]
     results = []
     with tempfile.TemporaryDirectory() as name, Hosts(max(p.hosts for p in chosen)) as hosts:
         print(f"{len(hosts.all)} hosts are there; {len(chosen)} runs follow", flush=True)
-        folder, runner, profile = Path(name), Runner(hosts, Path(name)), Path(name, "profile.json")
+        folder = arguments.keep or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        runner, profile = Runner(hosts, folder.resolve()), Path(name, "profile.json")
         for rate in sorted({p.rate for p in chosen}):
             hosts.set_rate(rate)
             here = [p for p in chosen if p.rate == rate]
@@ -333,7 +337,7 @@ def main() -> None:
             for point in here:
                 if point.device == "cpu" and not profile.is_file():
                     size = TRANSFORMER_SAMPLES // NUM_MICROBATCHES
-                    measure_profile(scenario_of(point, network), [size], 2, "cpu", folder / "work").save(profile)
+                    measure_profile(scenario_of(point, network), [size], 2, "cpu", Path(name, "work")).save(profile)
                 plan = make_plan(scenario_of(point, network, profile if point.device == "cpu" else None))
                 results.append(result_of(point, runner.run(point, plan, arguments.steps)))
                 show(results[-1])

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpipe_exec.delivery import SentAside
+from gpipe_exec.messages import PeerToPeer, Transport
 from gpipe_exec.pipeline import Pipeline
 from gpipe_exec.recorder import Recorder, StepRecord
 from gpipe_exec.rehearsal import PacedTransport, rehearsed_workload
@@ -60,13 +62,19 @@ def calibrate(link: Link | None, *, asleep: bool, num_steps: int = 3) -> Overhea
     recorder = Recorder()
     began = (lambda: recorder.latest_s) if asleep else time.perf_counter
     workload, update = rehearsed_workload(plan, rank, 1.0, began=began, asleep=asleep)
+
+    def carry(direct: PeerToPeer, edge: int) -> Transport:
+        if link is None:
+            return PacedTransport(direct, plan.link(edge), 1.0)
+        return SentAside(direct) if asleep else direct
+
     pipe = Pipeline(
         workload.layers,
         plan,
         workload.loss,
         device=torch.device("cpu"),
         recorder=recorder,
-        carry=lambda direct, edge: direct if link else PacedTransport(direct, plan.link(edge), 1.0),
+        carry=carry,
     )
     own = Own(0.0, 0.0) if asleep else _own_overhead(pipe.module, plan)
     for step in range(1 + num_steps):

@@ -1,7 +1,8 @@
-"""A sender that knows when its message has been delivered, for plans with `overlap: false`.
+"""Ways of sending that wait for what matters: for a message's delivery, or for nothing at all (`SentAside`).
 
-gloo calls a message sent when the kernel has taken it: up to some megabytes may still be on their way, which on a slow
-link are a good part of a second. Classic GPipe waits until its message is there, so the receiver says when it is:
+For plans with `overlap: false` a sender must know when its message has been delivered (`Acknowledged`). gloo calls a
+message sent when the kernel has taken it: up to some megabytes may still be on their way, which on a slow link are a
+good part of a second. Classic GPipe waits until its message is there, so the receiver says when it is:
 
     sender      isend |######|..................| goes on
     link              |##bytes/bandwidth##|     |
@@ -15,7 +16,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from gpipe_exec.messages import PeerToPeer, Pending, Transport, carries_form
+from gpipe_exec.messages import Pending, Transport, carries_form
 
 
 def _byte() -> torch.Tensor:
@@ -25,9 +26,9 @@ def _byte() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Acknowledged(Transport):
-    """torch.distributed between two ranks; a send is complete once its message has arrived."""
+    """A send is complete once its message has arrived at the other side, which is such a transport too."""
 
-    direct: PeerToPeer
+    direct: Transport
     _arriving: "SimpleQueue[tuple[Pending, int, _Arrival] | None]" = field(default_factory=SimpleQueue, init=False)
     _threads: list[threading.Thread] = field(default_factory=list, init=False)
     """The one that acknowledges, where something is received."""
@@ -65,6 +66,35 @@ class Acknowledged(Transport):
             except BaseException as error:  # told to the rank that waits for it
                 arrival.error = error
             arrival.happened.set()
+
+
+@dataclass(frozen=True)
+class SentAside(Transport):
+    """Sends from the thread that waits for the delivery, so that the rank's own goes on at once.
+
+    gloo copies a message to the kernel on the thread that sends it, which takes a core some milliseconds. A device has
+    an engine for that beside its compute, and a rehearsed rank stands for a device. A rank that computes on its core
+    gains nothing: there is no other core to copy on.
+    """
+
+    direct: Transport
+
+    def isend(self, tensor: torch.Tensor, number: int) -> Pending:
+        """Whoever waits for it sends it."""
+        return _SendAside(self.direct, tensor, number)
+
+    def irecv(self, tensor: torch.Tensor, number: int) -> Pending:
+        """Post a receive."""
+        return self.direct.irecv(tensor, number)
+
+
+class _SendAside:
+    def __init__(self, direct: Transport, tensor: torch.Tensor, number: int) -> None:
+        self._direct, self._tensor, self._number = direct, tensor, number
+
+    def wait(self) -> None:
+        """Send it, and return when it is sent."""
+        self._direct.isend(self._tensor, self._number).wait()
 
 
 class _AcknowledgedSend:

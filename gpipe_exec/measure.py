@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from gpipe_exec.messages import Value, flatten
 from gpipe_exec.pipeline import default_device, pin_to_cores
 from gpipe_exec.probe import measure_link
 from gpipe_exec.process import die_with_parent, leave
-from gpipe_exec.timing import LayerTimer, from_all_ranks, leaves_of, on_device
+from gpipe_exec.timing import LayerTimer, from_all_ranks, layer_clock, leaves_of, on_device
 from gpipe_exec.worker import OPTIMIZERS
 from gpipe_sim.files import parse_yaml, write_text
 from gpipe_sim.profile import COLUMNS
@@ -36,6 +36,8 @@ from gpipe_sim.scenario import Scenario
 from gpipe_sim.sweep import parse_scenario
 
 REPEATS, WARMUP = 9, 2
+_HIDDEN = Overheads(0.0, 0.0)
+"""On a GPU: the host runs ahead of the device, which hides what the engine does."""
 WARMUP_S, MEASURED_S = 0.8, 1.0
 """At least so long for each size: a core that was idle, and memory that was never touched, are slow at first."""
 
@@ -46,8 +48,8 @@ def main() -> None:
     work = Path(sys.argv[1])
     request = json.loads((work / "request.json").read_text())
     device = torch.device("cpu") if request["device"] == "cpu" else default_device()
-    if device.type == "cpu":
-        pin_to_cores()
+    shares_core = device.type == "cpu" and pin_to_cores()
+    now = layer_clock(device, shares_core=shares_core)
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=300))
     try:
         document = parse_yaml("{}", request["file"])
@@ -62,11 +64,18 @@ def main() -> None:
             if _agree(path.is_file()):
                 columns = json.loads(path.read_text())
             else:
-                columns = _measure_size(workload, size, scenario.batch // size, device)
+                columns = _measure_size(workload, size, scenario.batch // size, device, now)
                 if is_first:
                     write_text(path, json.dumps(columns))
             largest_bytes = max(largest_bytes, *columns["output_bytes"])
-        extras = _measure_extras(workload, scenario, device, largest_bytes)
+        # Ranks that share a core and keep it busy would wait for each other: that is not the engine's time.
+        link = measure_link(device, largest_bytes)
+        overheads = calibrate(link, asleep=shares_core) if device.type == "cpu" else _HIDDEN
+        extras = _measure_extras(workload, scenario, now) | {
+            "link": link and {"bandwidth": link.bandwidth, "latency": link.latency},
+            "overheads": list(overheads),
+        }
+        extras["environment"]["clock"] = "of the core, which ranks share" if shares_core else "on the wall"
         if is_first:
             write_text(work / "extras.json", json.dumps(extras))
         dist.barrier()
@@ -82,8 +91,10 @@ def _agree(flag: bool) -> bool:
     return bool(told)
 
 
-def _measure_size(workload: Workload, size: int, num_microbatches: int, device: torch.device) -> dict[str, list[float]]:
-    timer = LayerTimer(workload, _share(len(workload.layers)), size, num_microbatches, device)
+def _measure_size(
+    workload: Workload, size: int, num_microbatches: int, device: torch.device, now: Callable[[], float]
+) -> dict[str, list[float]]:
+    timer = LayerTimer(workload, _share(len(workload.layers)), size, num_microbatches, device, now)
     for seconds, repeats in ((WARMUP_S, 2), (MEASURED_S, -(-REPEATS // timer.in_a_row))):
         timer.passes.clear()  # what was measured while warming up
         began = time.perf_counter()
@@ -158,26 +169,21 @@ def _backward(output: Value) -> None:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
 
-def _measure_extras(
-    workload: Workload, scenario: Scenario, device: torch.device, largest_bytes: float
-) -> dict[str, Any]:
+def _measure_extras(workload: Workload, scenario: Scenario, now: Callable[[], float]) -> dict[str, Any]:
     layers = list(workload.layers)
     inputs, _ = workload.sample(1)
-    link = measure_link(device, largest_bytes)
-    # On a GPU the host runs ahead of the device, which hides what the engine does.
-    overheads = calibrate(link, asleep=False) if device.type == "cpu" else Overheads(0.0, 0.0)
     return {
         "names": [f"{index}:{type(layer).__name__}" for index, layer in enumerate(layers)],
         "parameter_bytes": [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers],
-        "optimizer_s": _optimizer_seconds(layers, scenario),
+        "optimizer_s": _optimizer_seconds(layers, scenario, now),
         "input_bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in flatten(inputs)[0])),
-        "link": link and {"bandwidth": link.bandwidth, "latency": link.latency},
-        "overheads": list(overheads),
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": dist.get_world_size()},
     }
 
 
-def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario) -> list[float]:
+def _optimizer_seconds(
+    layers: Sequence[nn.Module], scenario: Scenario, now: Callable[[], float]
+) -> list[float]:
     """Each layer's share, by its parameters, of one update of the whole model."""
     counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
@@ -189,10 +195,10 @@ def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario) -> list[
     seconds = []
     for repeat in range(WARMUP + REPEATS):  # the first makes the optimizer's state
         dist.barrier()
-        begin = time.perf_counter()
+        begin = now()
         optimizer.step()
         if repeat >= WARMUP:
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(now() - begin)
     whole = statistics.median(one for rank in from_all_ranks(seconds) for one in rank)
     return [whole * count / sum(counts) for count in counts]
 

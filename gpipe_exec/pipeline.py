@@ -91,8 +91,8 @@ class Pipeline:
             loss=loss if self.is_last else None,
             recomputed=plan.recomputed(self.stage_index),
         )
-        self._carry = carry or self._as_it_is
-        self._acknowledged: list[Acknowledged] = []
+        self._carry = carry or self._direct
+        self._transports: list[Transport] = []
         self._connect()
 
     @property
@@ -268,7 +268,9 @@ class Pipeline:
         def transport(edge: int, towards: str) -> Transport:
             peer = edge + 1 if k == edge else edge
             first_tag = edges.index((edge, towards)) * numbers
-            return self._carry(PeerToPeer(self._process_of(peer), groups[edge, towards], first_tag), edge)
+            direct = PeerToPeer(self._process_of(peer), groups[edge, towards], first_tag)
+            self._transports.append(self._carry(direct, edge))
+            return self._transports[-1]
 
         def sender(edge: int, towards: str, *, tells_form: bool) -> Sender:
             blocking = not plan.scenario.cluster.overlap
@@ -283,17 +285,18 @@ class Pipeline:
         self._gradients_in = None if self.is_last else receiver(k, "previous")
         self._senders = [end for end in (self._outputs_out, self._gradients_out) if end is not None]
 
-    def _as_it_is(self, direct: PeerToPeer, edge: int) -> Transport:
-        """The direct way. Only gloo calls a message sent that has not arrived, which matters to senders that wait."""
-        if self.plan.scenario.cluster.overlap or self.device.type == "cuda":
-            return direct
-        self._acknowledged.append(Acknowledged(direct))
-        return self._acknowledged[-1]
+    def _direct(self, direct: PeerToPeer, edge: int) -> Transport:
+        """Only gloo calls a message sent that has not arrived, which matters to senders that wait."""
+        overlap = self.plan.scenario.cluster.overlap
+        return direct if overlap or self.device.type == "cuda" else Acknowledged(direct)
 
     def close(self) -> None:
         """End the threads that wait for deliveries."""
-        for end in (*self._senders, *self._acknowledged):
-            end.close()
+        for sender in self._senders:
+            sender.close()
+        for transport in self._transports:
+            if isinstance(transport, Acknowledged):
+                transport.close()
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -340,19 +343,21 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def pin_to_cores() -> None:
+def pin_to_cores() -> bool:
     """Give each rank of this machine cores of its own, as many as there are for each, and as many threads.
 
-    A rank that wanders between cores, or shares one while another is free, cannot be predicted.
+    A rank that wanders between cores, or shares one while another is free, cannot be predicted. Where ranks outnumber
+    cores they take them in turns; returns whether that is so.
     """
     if not hasattr(os, "sched_setaffinity"):  # only Linux lets a process choose its cores
-        return
+        return False
     local_rank, local_world = (int(os.environ.get(name, default)) for name, default in _LOCAL)
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // local_world)
     first = local_rank * each % len(cores)
     os.sched_setaffinity(0, cores[first : first + each])
     torch.set_num_threads(each)
+    return local_world > len(cores)
 
 
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))

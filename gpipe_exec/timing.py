@@ -5,11 +5,15 @@ micro-batches forward, then backward in reverse, as a stage does.
 
     forward     |0|1|2|  |0|1|2|  |0|1|2|        a clock around each layer of each micro-batch
     backward                               |2|1|0|  |2|1|0|  |2|1|0|
+
+Ranks that share a core take turns on it. What a layer costs is then the core's time that it takes, its caches shared
+with the others; how long it takes by the clock on the wall depends on who else is computing, which is for the
+simulator to say. So the clock is the thread's own.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,13 +30,33 @@ IN_A_ROW = 4
 """Micro-batches that go forward before the first goes backward, if there are as many."""
 
 
+def layer_clock(device: torch.device, *, shares_core: bool) -> Callable[[], float]:
+    """The clock that tells what layers cost here."""
+    if shares_core:
+        return time.thread_time
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
 class LayerTimer:
     """Times one rank's layers at one micro-batch size, as often as it is asked to; all ranks together."""
 
     def __init__(
-        self, workload: Workload, share: range, size: int, num_microbatches: int, device: torch.device
+        self,
+        workload: Workload,
+        share: range,
+        size: int,
+        num_microbatches: int,
+        device: torch.device,
+        now: Callable[[], float],
     ) -> None:
-        self._workload, self._share, self._device = workload, share, device
+        self._workload, self._share, self._now = workload, share, now
         self.in_a_row = max(1, min(IN_A_ROW, num_microbatches))
         value, targets = workload.sample(size)
         with torch.no_grad():
@@ -47,7 +71,7 @@ class LayerTimer:
         """`in_a_row` micro-batches forward, then backward. Gradients are left on the layers."""
         dist.barrier()
         self.passes += _timed_passes(
-            self._workload, self._share, self._boundary, self._targets, self.in_a_row, self._device
+            self._workload, self._share, self._boundary, self._targets, self.in_a_row, self._now
         )
 
     def columns(self) -> dict[str, list[float]]:
@@ -70,14 +94,9 @@ def _alike(layers: Sequence[nn.Module]) -> list[str]:
 
 
 def _timed_passes(
-    workload: Workload, share: range, boundary: Value, targets: Any, count: int, device: torch.device
+    workload: Workload, share: range, boundary: Value, targets: Any, count: int, now: Callable[[], float]
 ) -> list[dict[int, tuple[float, float]]]:
     """Of each micro-batch, layer -> seconds of its forward and backward, the loss counted with the last layer."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
 
     last = len(workload.layers) - 1
     forward: list[dict[int, float]] = []

@@ -24,6 +24,7 @@ from gpipe_exec.allocator import storage_bytes, trace_bytes
 from gpipe_exec.autopsy import Watchdog, answer_where
 from gpipe_exec.calibrate import calibrate
 from gpipe_exec.clocks import clock_offset
+from gpipe_exec.delivery import Acknowledged, SentAside
 from gpipe_exec.findings import OVERHEADS, TIMES, predict_with_findings
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_exec.messages import PeerToPeer, Transport, Value, flatten
@@ -32,7 +33,7 @@ from gpipe_exec.process import die_with_parent, leave
 from gpipe_exec.recorder import Recorder
 from gpipe_exec.records import MemoryRecord, RankRecord, gather
 from gpipe_exec.rehearsal import PacedTransport, rehearsed_workload
-from gpipe_exec.timing import LayerTimer
+from gpipe_exec.timing import LayerTimer, layer_clock
 from gpipe_sim.files import write_text
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
@@ -116,9 +117,8 @@ class _Job(NamedTuple):
 
 def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     device = default_device() if arguments.device == "cuda" else torch.device("cpu")
-    if arguments.device == "cpu":
-        pin_to_cores()
-    elif arguments.device == "cuda":
+    shares_core = arguments.device == "cpu" and pin_to_cores()
+    if arguments.device == "cuda":
         torch.cuda.set_device(device)
     # The launcher notices a hang first; this is for the case that the launcher is gone.
     patience = timedelta(seconds=arguments.timeout + 30)
@@ -129,7 +129,8 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
             write_text(arguments.run / OVERHEADS, json.dumps(overheads._asdict()))
     recorder = Recorder(device)
     job = _make_job(arguments, plan, device, recorder)
-    layer_times = _LayerTimes(job, plan, device) if arguments.reprofile else None
+    now = layer_clock(device, shares_core=shares_core)
+    layer_times = _LayerTimes(job, plan, device, now) if arguments.reprofile else None
     record = RankRecord(rank=rank, clock=[clock_offset(device)])
     # No launcher sees all machines: each rank watches itself.
     alone = dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"])
@@ -156,8 +157,10 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
 
 
 def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, recorder: Recorder) -> _Job:
-    def paced(direct: PeerToPeer, edge: int) -> Transport:
-        return PacedTransport(direct, plan.link(edge), arguments.stretch)
+    def carry(direct: PeerToPeer, edge: int) -> Transport:
+        if arguments.links == "plan":
+            return PacedTransport(direct, plan.link(edge), arguments.stretch)
+        return SentAside(direct) if plan.scenario.cluster.overlap else Acknowledged(SentAside(direct))
 
     engine: Engine
     if arguments.device == "rehearse":
@@ -169,7 +172,7 @@ def _make_job(arguments: argparse.Namespace, plan: Plan, device: torch.device, r
             workload.loss,
             device=device,
             recorder=recorder,
-            carry=None if arguments.links == "real" else paced,
+            carry=carry,
         )
         return _Job(workload, engine, *workload.sample(plan.scenario.batch), update, list)
     workload = build_workload(plan.scenario)
@@ -201,11 +204,12 @@ class _LayerTimes:
     the same machine, and what is left between prediction and measurement is the model's own error.
     """
 
-    def __init__(self, job: _Job, plan: Plan, device: torch.device) -> None:
+    def __init__(self, job: _Job, plan: Plan, device: torch.device, now: Callable[[], float]) -> None:
         self._job, self._num_microbatches = job, plan.num_microbatches
         share = range(plan.profile.num_layers)[plan.stages[plan.placement.index(plan.ranks[dist.get_rank()])]]
         self._timers = {
-            size: LayerTimer(job.workload, share, size, plan.num_microbatches, device) for size in sorted({*plan.sizes})
+            size: LayerTimer(job.workload, share, size, plan.num_microbatches, device, now)
+            for size in sorted({*plan.sizes})
         }
 
     def measure(self, *, counts: bool) -> None:

@@ -167,6 +167,11 @@ class Plan:
         passes = Counter(nic for route in routes for nic in (*route, *backward_route(route)))
         return frozenset(nic for nic, count in passes.items() if count > 1)
 
+    def core(self, position: int) -> int:
+        """The core of its node that a rank, by its place in `ranks`, is pinned to: ranks take the cores in turns."""
+        nodes = [self.scenario.cluster.node_of(rank) for rank in self.ranks[: position + 1]]
+        return (nodes.count(nodes[-1]) - 1) % (self.scenario.cluster.cores or len(nodes))
+
     @cached_property
     def crowded_nodes(self) -> frozenset[int]:
         """Nodes whose ranks outnumber their cores."""

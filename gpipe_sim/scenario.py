@@ -205,7 +205,7 @@ class Cluster(Strict):
     overlap: bool = True
     """Transfers run beside compute; otherwise the sender waits until its message is delivered."""
     cores: Count | None = None
-    """Cores per node that its ranks share fairly; left out, every rank has its own."""
+    """Cores per node, which its ranks are pinned to in turns and share fairly; left out, every rank has its own."""
     slowdown: dict[int, Annotated[float, Field(gt=0, le=FACTOR)]] = Field(default_factory=dict)
     """Rank -> factor on its compute times."""
     jitter: Jitter | None = None

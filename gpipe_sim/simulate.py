@@ -1,7 +1,7 @@
 """The SimPy model of a step: ranks that work through their actions, links that carry messages between them.
 
 Each rank is a process that takes its actions in order, each as soon as its input has arrived; `links` carry messages
-between them. Ranks that share cores proceed at fair rates (`fairshare`).
+between them. Ranks that are pinned to the same core proceed at fair rates (`fairshare`).
 """
 
 from array import array
@@ -138,6 +138,7 @@ class _Simulation:
         program, starts, ends = self.programs[position], self.starts[position].append, self.ends[position].append
         sources, targets = program.sources, program.targets
         cores = self.cores.get(self._node(position))
+        core = self.plan.core(position) if cores else 0
         now = env.now
         for overhead, seconds, microbatch, way in zip(*program[:4], strict=False):  # overheads have no end
             source, target = sources[way], targets[way]
@@ -153,7 +154,7 @@ class _Simulation:
             else:
                 yield timeout(overhead)
                 starts(env.now)
-                yield cores.run(seconds, 1.0, ("cores",))
+                yield cores.run(seconds, 1.0, (core,))
             now = env.now
             ends(now)
             if target is not None:
@@ -240,12 +241,12 @@ class _Simulation:
                     links.append(Link(env, name, sizes[stage], edge))
         return forward, backward
 
-    def _cores(self) -> dict[int, FairShare[str]]:
-        """A pool of cores for each node whose ranks outnumber them."""
+    def _cores(self) -> dict[int, FairShare[int]]:
+        """The cores of each node whose ranks outnumber them."""
         cores = self.plan.scenario.cluster.cores
         if cores is None or not self.effects.sharing:
             return {}
-        return {node: FairShare(self.env, {"cores": float(cores)}) for node in self.plan.crowded_nodes}
+        return {node: FairShare(self.env, dict.fromkeys(range(cores), 1.0)) for node in self.plan.crowded_nodes}
 
     def _timeline(self, position: int) -> RankTimeline:
         actions, program = self.actions[position], self.programs[position]

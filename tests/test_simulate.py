@@ -350,6 +350,21 @@ def test_ranks_on_fewer_cores_share_them_fairly():
     assert crowded == pytest.approx(8.0)
 
 
+def test_ranks_are_pinned_to_the_cores_in_turns():
+    # Ranks 0 and 2 have core 0; rank 1 has core 1 to itself, which is of no use to the others.
+    made = plan(layers([1.0] * 3), 3, cluster={"devices_per_node": 3, "cores": 2})
+    assert [made.core(position) for position in range(3)] == [0, 1, 0]
+    spans = {a: t.end_s[row] - t.start_s[row] for t in simulate(made).ranks for row, a in enumerate(t.actions)}
+    taken = {f"{stage}{kind}{m}": seconds for (kind, stage, m), seconds in spans.items()}
+    assert [taken[name] for name in ("0F0", "1F0", "1F1")] == pytest.approx([1.0, 1.0, 1.0])
+    assert taken["0F2"] == taken["2F0"] == pytest.approx(2.0)
+    two_nodes = plan(layers([1.0] * 6), 3, cluster={"nodes": 2, "devices_per_node": 3, "cores": 2, "network": FREE})
+    assert [two_nodes.core(position) for position in range(6)] == [0, 1, 0, 0, 1, 0]
+
+
+FREE = {"bandwidth": "inf GB/s", "latency": "0 s"}
+
+
 def test_a_free_network_is_not_shared_and_does_not_hang():
     model = layers([1.0] * 4, [1.0] * 4, [8.0] * 4)
     cluster = {"nodes": 2, "devices_per_node": 2, "network": {"bandwidth": "inf GB/s", "latency": "0 s"}}
