@@ -4,9 +4,9 @@
     python benchmarks/cores.py --quick        a few points, to see that it works
 
 Ranks are pinned to cores in turns, so K ranks on two cores are K / 2 on each, which take turns by the kernel's choice.
-Layers are timed by the core's time that they take, with all ranks computing at once, in turns with the steps (`gpipe run
---reprofile`); the simulator shares each core fairly among those of its ranks that have something to compute
-(`cluster.cores`).
+Layers are timed by the core's time that they take, with all ranks computing at once, in turns with the steps
+(`gpipe run --reprofile`); the simulator shares each core fairly among those of its ranks that have something to
+compute (`cluster.cores`).
 
 The kernel lets a rank run for some milliseconds before it is the next one's turn, and a message finds its receiver in
 the middle of that: sharing is fair over many such turns only. So the goal is for actions of 20 ms and more, and for
@@ -107,7 +107,11 @@ def grid(*, quick: bool) -> list[Point]:
 
 
 def run_point(point: Point, scenario: Path, profile: Path, folder: Path, steps: int) -> Result:
-    overrides = [f"profile={profile}", f"batch={point.size * point.microbatches}", f"plan.balance={list(point.balance)}"]
+    overrides = [
+        f"profile={profile}",
+        f"batch={point.size * point.microbatches}",
+        f"plan.balance={list(point.balance)}",
+    ]
     (one,) = load_scenario(scenario, *overrides, f"plan.microbatches={point.microbatches}")
     execute(make_plan(one), folder, Settings(device="cpu", steps=steps, warmup=1, timeout=120, reprofile=True))
     comparison = compare_run(*load_run(folder))

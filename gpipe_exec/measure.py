@@ -181,9 +181,7 @@ def _measure_extras(workload: Workload, scenario: Scenario, now: Callable[[], fl
     }
 
 
-def _optimizer_seconds(
-    layers: Sequence[nn.Module], scenario: Scenario, now: Callable[[], float]
-) -> list[float]:
+def _optimizer_seconds(layers: Sequence[nn.Module], scenario: Scenario, now: Callable[[], float]) -> list[float]:
     """Each layer's share, by its parameters, of one update of the whole model."""
     counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]

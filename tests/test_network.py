@@ -71,7 +71,9 @@ def said_on(hosts: Hosts, index: int, *command: str) -> str:
 
 @needs_hosts
 def test_hosts_reach_each_other_and_nothing_else():
-    listen = "import socket; s = socket.create_server(('10.77.0.2', 5000)); print(flush=True); s.accept()[0].send(b'here')"
+    listen = (
+        "import socket; s = socket.create_server(('10.77.0.2', 5000)); print(flush=True); s.accept()[0].send(b'here')"
+    )
     ask = "import socket; print(socket.create_connection(('10.77.0.1', 5000)).recv(4))"
     with Hosts(2) as hosts:
         hosts.set_rate(100e6)
@@ -136,9 +138,7 @@ def command_line(pid: int) -> bytes:
 
 def test_what_is_missing_is_said_and_the_benchmark_is_left_out(tmp_path):
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(BENCHMARK.parents[1])}
-    done = subprocess.run(
-        [sys.executable, BENCHMARK], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, BENCHMARK], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.match(r"left out: .*`tc` \(Debian package iproute2\)", done.stdout)
 
