@@ -220,7 +220,7 @@ def _gather_again(directory: Path) -> None:
     need_torch("gpipe compare")
     from gpipe_exec.records import gather
 
-    how = {name: settings[name] for name in ("device", "engine", "stretch")}
+    how = {name: settings[name] for name in ("device", "engine", "stretch", "links")}
     gather(plan, directory, **how)
 
 
