@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Page, Request, sync_playwright
 from rows import Headline, add_option, save
 
 CHROMIUM = Path("/usr/bin/chromium")
-CALLBACKS = {"url": "follow the knob", "numbers": "verdict", "gantt": "timeline", "memory": "other charts"}
+CALLBACKS = {"url": "knob to timeline", "numbers": "verdict", "memory": "other charts"}
 """First output of a callback -> what it does."""
 GOALS_S = {(8, 32): 0.3, (32, 128): 1.0}
 """(K, M) -> what 95 % of the turns must not exceed."""

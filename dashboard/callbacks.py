@@ -75,7 +75,7 @@ def _register_browser(app: dash.Dash) -> None:
         Input(ids.SKIP, "n_clicks"),
         prevent_initial_call=True,
     )
-    for tab in (ids.PLAN_TAB, ids.SPACE_TAB, ids.PINNED_TAB, ids.SCENARIO_TAB):
+    for tab in (ids.SPACE_TAB, ids.PINNED_TAB, ids.SCENARIO_TAB):
         browser(  # type: ignore[no-untyped-call]
             f"(query, tab, known) => tab === '{tab}' && query !== known ? query : dash_clientside.no_update",
             Output(ids.query_of(tab), "data"),
@@ -92,20 +92,40 @@ def _register_state(app: dash.Dash, library: Library) -> None:
     @app.callback(
         Output(ids.URL, "search"),
         Output(ids.SHOWN, "data"),
+        Output(ids.GANTT, "figure"),
+        Output(ids.DRAWN, "data"),
         *(Output(name, value) for name, value in controls.CONTROLS.items()),
         Input(ids.URL, "search"),
+        Input(ids.TABS, "value"),
         *(Input(name, value) for name, value in controls.CONTROLS.items()),
         Given(ids.SHOWN, "data"),
+        Given(ids.DRAWN, "data"),
     )
-    def follow(query: str | None, *given: Any) -> list[Any]:
-        """A turned knob changes the address; the address sets the knobs. One callback, since each causes the other."""
-        *found, last_shown = given
+    def follow(query: str | None, tab: str, *given: Any) -> list[Any]:
+        """A turned knob changes the address; the address sets the knobs. One callback, since each causes the other.
+
+        It also draws what a person looks at while turning: one request from a knob to the timeline.
+        """
+        *found, last_shown, last_drawn = given
         values = dict(zip(controls.CONTROLS, found, strict=True))
         turned = controls.turned_since(values, last_shown)
         state = controls.steered(state_of(query), library, turned)
         wanted = values | controls.shown(state, library)
         changes = [no_update if wanted[name] == values[name] else wanted[name] for name in controls.CONTROLS]
-        return [state.to_query() if turned else no_update, wanted, *changes]
+        address = state.to_query()
+        chart: list[Any] = [no_update, no_update]
+        if tab == ids.PLAN_TAB and address != last_drawn:
+            chart = [_timeline(state, library), address]
+        return [address if turned else no_update, wanted, *chart, *changes]
+
+
+def _timeline(state: State, library: Library) -> go.Figure:
+    try:
+        prediction = current(state, library)
+    except InputError:
+        return NOTHING
+    plan, step = prediction.plan, prediction.step
+    return figures.gantt(step, critical_path(plan, step) if state.critical else None)
 
 
 # --- one plan --------------------------------------------------------------------------------------------------------
@@ -145,27 +165,12 @@ def _register_plan(app: dash.Dash, library: Library) -> None:
         return [numbers, prediction.verdict, None, told, commands, commands, *readings, *_beside(None)]
 
     @app.callback(
-        Output(ids.GANTT, "figure"),
-        Output(ids.DRAWN, "data"),
-        Input(ids.query_of(ids.PLAN_TAB), "data"),
-        prevent_initial_call=True,
-    )
-    def draw_timeline(query: str | None) -> tuple[Any, Any]:
-        """First what a person looks at; the other charts follow once it is there."""
-        state = state_of(query)
-        try:
-            prediction = current(state, library)
-        except InputError:
-            return NOTHING, query
-        plan, step = prediction.plan, prediction.step
-        return figures.gantt(step, critical_path(plan, step) if state.critical else None), query
-
-    @app.callback(
         *(Output(name, "figure") for name in (ids.MEMORY, ids.MEMORY_PARTS, ids.WATERFALL, ids.UTILIZATION)),
         Input(ids.DRAWN, "data"),
         prevent_initial_call=True,
     )
     def draw_others(query: str | None) -> list[Any]:
+        """They follow once the timeline is there."""
         try:
             prediction = current(state_of(query), library)
         except InputError:

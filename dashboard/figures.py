@@ -17,7 +17,7 @@ from gpipe_sim.step import MEMORY_PARTS, Span, Step
 from gpipe_sim.units import format_seconds
 
 MAX_SPANS = 20_000
-"""Beyond this many spans messages and waiting are left out."""
+"""Beyond this many spans, two for each action, messages and waiting are left out."""
 
 MAX_HOVERS = 10_000
 """Beyond this many spans one outline for each kind of action is drawn, which says nothing of its parts."""
@@ -80,32 +80,29 @@ def draw(strips: Sequence[Strip], row: Mapping[int, int], size: float, height: i
         hover, times = [str(span.action) for span in found], np.stack([start, end, end - start], axis=1)
         if as_lines:
             gap = np.full(len(found), np.nan)
-            traces.append(
-                go.Scattergl(
-                    **shared,
-                    x=np.stack([start / size, end / size, gap], axis=1).ravel(),
-                    y=np.stack([y, y, gap], axis=1).ravel(),
-                    mode="lines",
-                    line={"color": strip.color, "width": max(1.0, strip.width * row_px)},
-                    hovertext=[text for text in hover for _ in range(3)],
-                    customdata=np.repeat(times, 3, axis=0).astype(np.float32),
-                )
-            )
+            shape: dict[str, Any] = {
+                "type": "scattergl",
+                "x": np.stack([start / size, end / size, gap], axis=1).ravel(),
+                "y": np.stack([y, y, gap], axis=1).ravel(),
+                "mode": "lines",
+                "line": {"color": strip.color, "width": max(1.0, strip.width * row_px)},
+                "hovertext": [text for text in hover for _ in range(3)],
+                "customdata": np.repeat(times, 3, axis=0).astype(np.float32),
+            }
         else:
-            traces.append(
-                go.Bar(
-                    **shared,
-                    orientation="h",
-                    base=start / size,
-                    x=(end - start) / size,
-                    y=y,
-                    width=strip.width,
-                    marker={"color": strip.color, "line": {"width": 0}},
-                    hovertext=hover,
-                    customdata=times,
-                    **(_numbers(found) if strip.labelled and with_numbers else {}),
-                )
-            )
+            shape = {
+                "type": "bar",
+                "orientation": "h",
+                "base": start / size,
+                "x": (end - start) / size,
+                "y": y,
+                "width": strip.width,
+                "marker": {"color": strip.color, "line": {"width": 0}},
+                "hovertext": hover,
+                "customdata": times,
+                **(_numbers(found) if strip.labelled and with_numbers else {}),
+            }
+        traces.append(shared | shape)
     return traces
 
 
@@ -155,6 +152,17 @@ def _numbers(spans: Sequence[Span]) -> dict[str, Any]:
     return {"text": numbers, "textposition": "inside", "textangle": 0, "insidetextanchor": "middle"}
 
 
+def _spans(step: Step) -> list[Span]:
+    """All of them or, of a step with very many, the actions alone."""
+    if 2 * sum(len(timeline.actions) for timeline in step.ranks) <= MAX_SPANS:
+        return list(step.spans())
+    return [
+        Span(timeline.rank, "compute", action, start, end)
+        for timeline in step.ranks
+        for action, start, end in zip(timeline.actions, timeline.start_s.tolist(), timeline.end_s.tolist(), strict=True)
+    ]
+
+
 def gantt_height(num_rows: int) -> int:
     """Pixels: rows get thinner as there are more of them."""
     return 90 + num_rows * max(8, min(44, 640 // num_rows))
@@ -171,10 +179,8 @@ def gantt(step: Step, critical: Sequence[Span] | None = None, title: str | None 
     """
     row = {timeline.rank: index for index, timeline in enumerate(step.ranks)}
     size, unit = time_unit(step_time_s(step))
-    spans = list(step.spans())
+    spans = _spans(step)
     as_lines = len(spans) > MAX_BARS
-    if len(spans) > MAX_SPANS:
-        spans = [span for span in spans if span.lane == "compute"]
     strips = []
     for lane, name, offset in (("receive", "waiting", 0.0), ("send", "message", _SEND)):
         strips.append(Strip(name, palette.LANES[lane], offset, _LANE, [span for span in spans if span.lane == lane]))

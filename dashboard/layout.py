@@ -64,7 +64,7 @@ def page(library: Library, *, allow_run: bool) -> dmc.MantineProvider:
         navbar={"width": 280, "breakpoint": "sm", "collapsed": {"mobile": False}},
         padding="md",
     )
-    tabs = (ids.PLAN_TAB, ids.SPACE_TAB, ids.PINNED_TAB, ids.SCENARIO_TAB)
+    tabs = (ids.SPACE_TAB, ids.PINNED_TAB, ids.SCENARIO_TAB)
     stores = [dcc.Store(id=ids.TOKEN, data=secrets.token_urlsafe(16)), dcc.Store(id=ids.SHOWN)]
     stores += [dcc.Store(id=name) for name in (*map(ids.query_of, tabs), ids.DRAWN, ids.EDITED, ids.RUN_NAME)]
     ticks = [dcc.Interval(id=name, interval=_TICK_MS, disabled=True) for name in ids.TICKS]
