@@ -10,7 +10,7 @@ help:
 	@echo "make demo       set up, then plan on this machine, ending in a report to open"
 	@echo "make test       set up, then every test, on two cores"
 	@echo "make check      formatting, lint and types"
-	@echo "make bench      speed, side by side with peers, and accuracy; half an hour, with nothing else running"
+	@echo "make bench      speed, side by side with peers, and accuracy; an hour, with nothing else running"
 	@echo "make fuzz       search for files that break the readers, a minute each (SECONDS_EACH=600 for longer)"
 	@echo "make figures    draw the pictures of the README again"
 	@echo "make dashboard  explore plans in a browser"
@@ -37,7 +37,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-BENCHMARKS := simulator scale planner rivals cuts execution accuracy regret dashboard
+BENCHMARKS := simulator scale planner rivals cuts execution accuracy regret cores network dashboard
 ROWS := build/bench
 
 # Each benchmark tells its own story; the table at the end has the headlines of all, from this one run.

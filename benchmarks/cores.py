@@ -55,6 +55,7 @@ def model():
 SCENARIO = """
 name: cores
 model: {{kind: python, function: equal_blocks:model}}
+profile: {stages}.json
 batch: 16
 dtype: fp32
 optimizer: sgd
@@ -106,9 +107,8 @@ def grid(*, quick: bool) -> list[Point]:
     ]
 
 
-def run_point(point: Point, scenario: Path, profile: Path, folder: Path, steps: int) -> Result:
+def run_point(point: Point, scenario: Path, folder: Path, steps: int) -> Result:
     overrides = [
-        f"profile={profile}",
         f"batch={point.size * point.microbatches}",
         f"plan.balance={list(point.balance)}",
     ]
@@ -154,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few points only")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories here, for gpipe compare")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     arguments = parser.parse_args()
     if not hasattr(os, "sched_getaffinity"):
@@ -166,17 +167,18 @@ def main() -> None:
         return
     results = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = arguments.keep.resolve() if arguments.keep else Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "equal_blocks.py").write_text(MODEL)
         for stages in sorted({point.stages for point in points}):
             scenario, profile = folder / f"{stages}.yaml", folder / f"{stages}.json"
             scenario.write_text(SCENARIO.format(stages=stages, cores=cores))
             here = [point for point in points if point.stages == stages]
-            (one,) = load_scenario(scenario, "plan.stages=1")
+            (one,) = load_scenario(scenario)
             print(f"profiling with {stages} ranks on {cores} cores", flush=True)
             measure_profile(one, sorted({p.size for p in here}), stages, "cpu", folder / "work").save(profile)
             for point in here:
-                results.append(run_point(point, scenario, profile, folder / f"run{len(results)}", arguments.steps))
+                results.append(run_point(point, scenario, folder / f"run{len(results)}", arguments.steps))
                 show(results[-1])
     held = summarise(results)
     if arguments.json:

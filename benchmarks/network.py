@@ -312,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few points only")
     parser.add_argument("--only", choices=list(TITLES), action="append", help="only these questions")
+    parser.add_argument("--rate", type=float, action="append", metavar="MBIT", help="only these rates")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each run")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories here, for gpipe compare")
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -322,6 +323,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_cleanly)
     chosen = [p for p in points(quick=arguments.quick) if not arguments.only or p.what in arguments.only]
+    chosen = [p for p in chosen if not arguments.rate or p.rate / MBIT in arguments.rate]
+    if not chosen:
+        parser.error("no run is of these questions and rates, expected some of those that are listed without them")
     results = []
     with tempfile.TemporaryDirectory() as name, Hosts(max(p.hosts for p in chosen)) as hosts:
         print(f"{len(hosts.all)} hosts are there; {len(chosen)} runs follow", flush=True)

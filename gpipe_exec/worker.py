@@ -29,7 +29,7 @@ from gpipe_exec.findings import OVERHEADS, TIMES, predict_with_findings
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_exec.messages import PeerToPeer, Transport, Value, flatten
 from gpipe_exec.pipeline import Pipeline, default_device, pin_to_cores
-from gpipe_exec.process import die_with_parent, leave
+from gpipe_exec.process import die_with_parent, leave, take_turns
 from gpipe_exec.recorder import Recorder
 from gpipe_exec.records import MemoryRecord, RankRecord, gather
 from gpipe_exec.rehearsal import PacedTransport, rehearsed_workload
@@ -120,6 +120,8 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     shares_core = arguments.device == "cpu" and pin_to_cores()
     if arguments.device == "cuda":
         torch.cuda.set_device(device)
+    if shares_core:
+        take_turns(short=True)  # the threads that carry messages, which are started from here on
     # The launcher notices a hang first; this is for the case that the launcher is gone.
     patience = timedelta(seconds=arguments.timeout + 30)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
@@ -129,6 +131,8 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
             write_text(arguments.run / OVERHEADS, json.dumps(overheads._asdict()))
     recorder = Recorder(device)
     job = _make_job(arguments, plan, device, recorder)
+    if shares_core:
+        take_turns(short=False)
     now = layer_clock(device, shares_core=shares_core)
     layer_times = _LayerTimes(job, plan, device, now) if arguments.reprofile else None
     record = RankRecord(rank=rank, clock=[clock_offset(device)])

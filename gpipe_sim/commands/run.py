@@ -1,6 +1,7 @@
 """`gpipe run` and `gpipe compare`: execute a plan for real, and lay what was measured beside what was predicted."""
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -152,7 +153,9 @@ def _run_directory(plan: "Plan", out: Path | None) -> Path:
 
 
 def _announce(plan: "Plan", settings: "Settings") -> None:
-    """Say what a rehearsal leaves out, and how long it takes."""
+    """Say what a rehearsal leaves out, and how long it takes; and what the plan does not know of this machine."""
+    if settings.device == "cpu" and plan.scenario.cluster.cores is None and plan.num_stages > (cores := _num_cores()):
+        say(f"{plan.num_stages} ranks share {cores} cores, which the plan does not know: add `cores: {cores}` to it")
     if settings.device != "rehearse":
         return
     from gpipe_exec.rehearsal import what_is_left_out
@@ -168,6 +171,11 @@ def _announce(plan: "Plan", settings: "Settings") -> None:
         )
     for what in what_is_left_out(plan, settings.links):
         say(f"not rehearsed: {what}")
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _print_commands(plan: "Plan", settings: "Settings", nodes: int, out: Path | None) -> None:
