@@ -52,8 +52,8 @@ peers: $(VENV)/.peers
 
 $(VENV)/.peers: $(VENV)/.ready
 	@{ $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt \
-		torchgpipe fairscale && touch $@; } || \
-		echo "torchgpipe and fairscale cannot be installed: the benchmark will leave them out"
+		torchgpipe fairscale llm-analysis fire termcolor && touch $@; } || \
+		echo "torchgpipe, fairscale and llm-analysis cannot be installed: the benchmarks will leave them out"
 
 # Coverage-guided fuzzing of the readers, in an environment of its own: atheris is no dependency of the project.
 SECONDS_EACH ?= 60

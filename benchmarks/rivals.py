@@ -1,16 +1,25 @@
 """Other simulators and planners that can be installed, beside ours, in one run.
 
 * *torch's schedule simulator*, `_simulate_comms_compute` of torch.distributed.pipelining: private, used by torch's own
-  tests. It takes the same schedule (checked action by action) with sends and receives added by torch's own pass, and
-  lays it out in steps of equal length: no seconds, no links, no memory.
+  tests. It takes the same schedule (checked action by action) with sends and receives added by torch itself, and lays
+  it out in steps of equal length: no seconds, no links, no memory.
+* *llm-analysis*, formulas for time and memory of a transformer's training step. It takes a pipeline's size, but knows
+  neither its bubble, its schedule nor its cut. Asked for one plan after the other, as a planner would.
 
-CPU seconds, best of `--repeat` after a warm-up, taking turns. Run with: .venv/bin/python benchmarks/rivals.py
+Looked for and not among the packages that can be installed: Calculon (the name is another project's), ASTRA-sim, SimAI,
+PP-Schedule-Visualization, the simulators of PipeDream, DAPPLE, Varuna and Zero Bubble. Vidur can be, and simulates
+inference; Alpa can be, and needs jax 0.3.22, which no Python from 3.11 on can have.
+
+CPU seconds, best of `--repeat` after a warm-up, taking turns.
+Run with: make peers; .venv/bin/python benchmarks/rivals.py
 """
 
 import argparse
+import logging
 import time
 from collections.abc import Callable
 
+import planner
 from rich.console import Console
 from rich.table import Table
 from rows import Headline, add_option, save
@@ -18,11 +27,13 @@ from simulator import plan_of
 
 from gpipe_sim.evaluate import evaluate
 from gpipe_sim.plan import Plan
+from gpipe_sim.scenario import Transformer
 from gpipe_sim.schedule import rank_actions
 from gpipe_sim.simulate import simulate
 
 SIZES = ((8, 32), (32, 256))
-REPEAT = ".venv/bin/python benchmarks/rivals.py"
+NUM_PLANS = 1000
+REPEAT = "make peers; .venv/bin/python benchmarks/rivals.py"
 
 
 def torch_schedule(plan: Plan) -> tuple[dict[int, list[object]], Callable[[], object]]:
@@ -81,11 +92,78 @@ def torch_headlines(repeat: int, table: Table) -> list[Headline]:
                     ours=f"{per_action[ours]:.2f} us/action",
                     theirs=f"{per_action['torch']:.2f} us/action",
                     ratio=seconds["torch"] / seconds[ours],
-                    note="torch's lays out the same schedule in equal steps; ours gives seconds, links, memory",
+                    note="torch's lays the same schedule out in equal steps; ours knows seconds, links and memory",
                     repeat=REPEAT,
                 )
             )
     return found
+
+
+def formula_headline(repeat: int, table: Table) -> Headline:
+    """Plans per second, of the transformer and the size of pipeline that `planner.py` searches."""
+    K, M = planner.SIZES[0]
+    plan = planner.plan_of(K, M)
+    what = f"judge {NUM_PLANS} plans, K={K} M={M}, one model"
+    try:
+        theirs = llm_analysis_of(plan)
+    except ImportError as error:
+        return Headline(
+            what=what, peer="llm-analysis", ours="-", theirs="-", ratio=None, note=f"not there: {error}", repeat=REPEAT
+        )
+    plans = planner.variants(plan, NUM_PLANS)
+    seconds = best_of(
+        {"llm-analysis": lambda: [theirs() for _ in range(NUM_PLANS)], "ours": lambda: evaluate(plans)}, repeat
+    )
+    rates = {name: NUM_PLANS / value for name, value in seconds.items()}
+    table.add_row(what, *(f"{rate:.0f}" for rate in rates.values()))
+    return Headline(
+        what=what,
+        peer="llm-analysis",
+        ours=f"{rates['ours']:.0f} plans/s",
+        theirs=f"{rates['llm-analysis']:.0f} plans/s",
+        ratio=rates["ours"] / rates["llm-analysis"],
+        note="llm-analysis has formulas without bubble, schedule or cut; ours gives each plan's step and peaks",
+        repeat=REPEAT,
+    )
+
+
+def llm_analysis_of(plan: Plan) -> Callable[[], object]:
+    """A function that has llm-analysis judge a plan of that model, device, K and M."""
+    from llm_analysis.analysis import LLMAnalysis
+    from llm_analysis.config import GPUConfig, ModelConfig, ParallelismConfig
+    from llm_analysis.logger import logger
+
+    logger.setLevel(logging.ERROR)
+    model, device, link = plan.scenario.model, plan.scenario.cluster.device, plan.scenario.cluster.link
+    assert isinstance(model, Transformer)
+    shape = ModelConfig(
+        name="benchmark",
+        num_layers=model.layers,
+        n_head=model.heads,
+        hidden_dim=model.hidden,
+        vocab_size=model.vocab,
+        max_seq_len=model.sequence,
+    )
+    gpu = GPUConfig(
+        name=device.name,
+        mem_per_GPU_in_GB=device.memory / 1e9,
+        hbm_bandwidth_in_GB_per_sec=device.bandwidth / 1e9,
+        intra_node_bandwidth_in_GB_per_sec=link.bandwidth / 1e9,
+        intra_node_min_message_latency=link.latency,
+        peak_fp16_TFLOPS=device.compute["fp16"] / 1e12,
+    )
+    pipeline = ParallelismConfig(pp_size=plan.num_stages)
+
+    def judge() -> object:
+        analysis = LLMAnalysis(shape, gpu, parallelism_config=pipeline, flops_efficiency=device.efficiency)
+        return analysis.training(
+            batch_size_per_gpu=plan.sizes[0],
+            gradient_accumulation_steps=plan.num_microbatches,
+            seq_len=model.sequence,
+            total_num_tokens=plan.scenario.batch * model.sequence,
+        )
+
+    return judge
 
 
 def main() -> None:
@@ -97,6 +175,9 @@ def main() -> None:
     table = Table("us per action", "torch", "ours, simpy", "ours, fast")
     headlines = torch_headlines(arguments.repeat, table)
     console.print(table)
+    table = Table("plans per second", "llm-analysis", "ours, fast")
+    headlines.append(formula_headline(arguments.repeat, table))
+    console.print(table if table.row_count else headlines[-1].note)
     save(arguments.rows, headlines)
 
 

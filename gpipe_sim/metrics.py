@@ -48,9 +48,12 @@ def bubble_ideal(schedule: ScheduleName, num_stages: int, num_microbatches: int)
     return (num_stages - 1) / (M + num_stages - 1)
 
 
-def over_ideal_time(bubble: float) -> float:
-    """Idle time over busy time, x / (1-x) for a bubble fraction x: the (K-1)/M of Narayanan et al. (2021)."""
-    return bubble / (1.0 - bubble)
+def over_ideal_time(utilization: float) -> float:
+    """Idle time over busy time, x / (1-x) for a bubble fraction x: the (K-1)/M of Narayanan et al. (2021).
+
+    By what is not bubble, u = 1-x, which remains exact where hardly anything is: 1/u - 1.
+    """
+    return 1.0 / utilization - 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,6 +14,9 @@ from gpipe_sim.profile import Array
 _SAME = 1e-12
 """Relative difference below which two sums of the same layers in another order count as equal."""
 
+_ROUNDING = 4 * float(np.finfo(float).eps)
+"""Of the sum of all layers: what the difference of two running sums may be off by, however small it is itself."""
+
 
 def partition(costs: Array) -> tuple[int, ...]:
     """How many layers each stage gets, given `costs[k, l]`, the seconds that layer l would take on stage k.
@@ -72,9 +75,10 @@ def _most_even(sums: Array, bound: float) -> tuple[int, ...]:
     choices = np.zeros((num_stages, num_layers + 1), dtype=int)
     for stage in reversed(range(num_stages)):
         later, best = best, np.full(num_layers + 1, np.inf)
+        within = bound + _ROUNDING * sums[stage, -1]
         for length in range(1, num_layers - num_stages + 2):
             cost = sums[stage, length:] - sums[stage, :-length]
-            allowed = cost <= bound
+            allowed = cost <= within
             if not allowed.any():
                 break
             candidate = np.where(allowed, cost * cost + later[length:], np.inf)

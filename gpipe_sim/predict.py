@@ -123,7 +123,7 @@ class Prediction:
             "throughput_samples_s": self.throughput_samples_s,
             "bubble_fraction": self.bubble_fraction,
             "bubble_ideal": self.bubble_ideal,
-            "bubble_over_ideal_time": metrics.over_ideal_time(self.bubble_fraction),
+            "bubble_over_ideal_time": metrics.over_ideal_time(float(self.utilization.mean())),
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "activation_bytes": list(self.activation_bytes),
             "parameter_bytes": list(self.parameter_bytes),
