@@ -137,7 +137,7 @@ class Hosts:
             except ProcessLookupError:
                 host.holder.kill()
         for host in [*self.all, *filter(None, [self._switch])]:
-            host.holder.wait()
+            host.holder.communicate()
         for process in self._started:
             process.wait()
         self.all, self._switch, self._started = [], None, []
@@ -160,5 +160,5 @@ def _make_host(address: str) -> Host:
         return Host(holder, int(found[0]), address)
     except BaseException:
         holder.kill()
-        holder.wait()
+        holder.communicate()
         raise

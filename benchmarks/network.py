@@ -120,7 +120,7 @@ def scenario_of(point: Point, network: Link, profile: Path | None = None) -> Sce
         "output": f"{point.message_bytes!r} B",
     }
     is_cpu = point.device == "cpu"
-    probed = {"bandwidth": f"{network.bandwidth!r} B/s", "latency": f"{network.latency!r} s"}
+    probed = {"bandwidth": f"{float(network.bandwidth)!r} B/s", "latency": f"{float(network.latency)!r} s"}
     data: dict[str, Any] = {
         "name": point.what,
         "model": TRANSFORMER if is_cpu else {"kind": "layers", "layers": [layer]},

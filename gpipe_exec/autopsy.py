@@ -23,6 +23,8 @@ MARK = "GPIPE_RUN_ID"
 
 _ASK = getattr(signal, "SIGUSR1", None)
 _ANSWER_S = 0.5
+_SLICES = 10
+"""Of a watchdog's patience."""
 _WAITING = re.compile(r"/gpipe_exec/(messages|clocks)\.py|/torch/distributed/")
 """Frames of a rank that waits for another."""
 
@@ -43,30 +45,30 @@ class Watchdog:
 
     def __init__(self, run: Path, rank: int, timeout: float) -> None:
         self._run, self._rank, self._timeout = run, rank, timeout
-        self._finished = threading.Event()
-        self._stopped = False
+        self._num_finished = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def step_finished(self) -> None:
         """A sign of life."""
-        if not self._finished.is_set():
-            threading.Thread(target=self._watch, daemon=True).start()
-        self._finished.set()
+        self._num_finished += 1
+        if self._num_finished == 1:
+            self._thread.start()
 
     def stop(self) -> None:
         """There are no more steps to wait for."""
-        self._stopped = True
+        self._stopped.set()
 
     def _watch(self) -> None:
-        while self._finished.is_set() and not self._stopped:
-            self._finished.clear()
-            for _ in range(10):  # in slices, to notice the end soon, and to count only time in which we ran
-                if self._finished.wait(self._timeout / 10) or self._stopped:
-                    break
-        if not self._stopped:
-            message = f"no step finished for {self._timeout:g} s: another rank, or the link to it, is gone\n"
-            write_text(self._run / "ranks" / f"rank{self._rank}.error", message)
-            print(f"rank {self._rank}: {message}", file=sys.stderr, end="", flush=True)
-            os._exit(1)
+        before, slices = 0, 0  # in slices, to count only time in which we ran
+        while slices < _SLICES:
+            before, slices = self._num_finished, slices + 1 if self._num_finished == before else 0
+            if self._stopped.wait(self._timeout / _SLICES):
+                return
+        message = f"no step finished for {self._timeout:g} s: another rank, or the link to it, is gone\n"
+        write_text(self._run / "ranks" / f"rank{self._rank}.error", message)
+        print(f"rank {self._rank}: {message}", file=sys.stderr, end="", flush=True)
+        os._exit(1)
 
 
 def _stack(run: Path, rank: int) -> Path:

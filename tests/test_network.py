@@ -13,6 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
+# At the end of the path: among the benchmarks, there is one of the dashboard.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
 from hosts import Hosts, what_is_missing  # noqa: E402
 from network import NUM_MICROBATCHES, Point, find_knee, points, scenario_of  # noqa: E402
 

@@ -162,7 +162,7 @@ def test_layers_that_do_not_compute_are_not_timed(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["run", str(scenario_file(tmp_path, "fine")), "--device", "rehearse", "--reprofile"])
     assert ended.value.code == 2
-    assert "--reprofile: needs layers that compute on this machine" in capsys.readouterr().err
+    assert "--reprofile: needs layers that compute" in capsys.readouterr().err
 
 
 def test_a_folder_of_runs_is_summed_up_in_a_line_each(finished, tmp_path):
