@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test check bench peers fuzz dashboard figures browser clean
+.PHONY: help setup demo test check bench peers fuzz dashboard docs figures browser clean
 
 help:
 	@echo "make demo       set up, then plan on this machine, ending in a report to open"
@@ -12,7 +12,8 @@ help:
 	@echo "make check      formatting, lint and types"
 	@echo "make bench      speed, side by side with peers, and accuracy; an hour, with nothing else running"
 	@echo "make fuzz       search for files that break the readers, a minute each (SECONDS_EACH=600 for longer)"
-	@echo "make figures    draw the pictures of the README again"
+	@echo "make docs       write the reference in docs/reference from the code again"
+	@echo "make figures    draw the pictures of the README and the docs again"
 	@echo "make dashboard  explore plans in a browser"
 	@echo "make clean      remove the environment and everything made"
 
@@ -66,6 +67,9 @@ fuzz: .fuzz/.ready
 	@$(PYTHON) -m venv .fuzz
 	@.fuzz/bin/pip install --quiet --disable-pip-version-check --editable . atheris
 	@touch $@
+
+docs: setup
+	$(BIN)/python docs/reference.py
 
 figures: setup browser
 	$(BIN)/python docs/figures.py

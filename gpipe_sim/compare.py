@@ -57,7 +57,16 @@ class Comparison:
         return float(self.step_times_s.std() / self.step_times_s.mean())
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of the command line's contract; `error` is (predicted - measured) / measured, or points."""
+        """The keys of ``--json``, for other programs to rely on; lists are per rank, in ascending order of ranks.
+
+        step_time            predicted_s, measured_s (median over steps) and error, (predicted - measured) / measured
+        bubble_fraction      predicted, measured (of the median step) and error, predicted - measured
+        peak_memory_bytes    predicted, measured (by the allocator) and error, (predicted - measured) / measured
+        busy_s               predicted and measured (of the median step) seconds in F, R and B
+        attribution_s        part to its share of predicted - measured; they sum to its mean over steps
+        measured_cv          standard deviation over mean of the measured steps
+        steps                how many were measured
+        """
         predicted, peaks = self.prediction, self.measured.peak_memory_bytes
         return {
             "step_time": _error(predicted.step_time_s, self.step_time_s, "_s"),

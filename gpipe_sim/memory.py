@@ -59,11 +59,11 @@ def stage_bytes(plan: Plan, size: int) -> StageBytes:
 def _stage_bytes(plans: Sequence[Plan], size: int) -> StageBytes:
     """Walk each stage's layers as a forward and a backward do, and note the highest points.
 
-    forward with gradients   saved_0 + ... + saved_i + workspace_i          the pile grows
-    forward without          output_{i-1} + workspace_i + output_i          only the neighbours are alive
-    backward                 saved_0 + ... + saved_i + gradient in + its need          (+ .grad so far)    it shrinks
-                             its need: gradient out + new .grad + workspace_i, which is negative if it frees first;
-                             where .grad exists, new ones are there only until they are added
+        forward with gradients   saved_0 + ... + saved_i + workspace_i          the pile grows
+        forward without          output_{i-1} + workspace_i + output_i          only the neighbours are alive
+        backward                 saved_0 + ... + saved_i + gradient in + its need  (+ .grad so far)  it shrinks
+                                 its need: gradient out + new .grad + workspace_i, which is negative if it frees
+                                 first; where .grad exists, new ones are there only until they are added
 
     The plans cut the layers of one profile in different places; arrays below have a row per plan.
     """

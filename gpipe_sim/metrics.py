@@ -66,6 +66,7 @@ class StepMetrics:
     peak_memory_bytes: npt.NDArray[np.int64]
     """Empty, as the next, where only times were asked for."""
     activation_bytes: npt.NDArray[np.int64]
+    """The peak less parameters, gradients and optimizer state."""
 
     @property
     def utilization(self) -> Array:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import Field, ValidationError
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from gpipe_sim.files import (
@@ -37,7 +37,7 @@ from gpipe_sim.files import (
 from gpipe_sim.limits import CELLS
 from gpipe_sim.plan import Plan, make_plan, microbatch_sizes, missing_in
 from gpipe_sim.profile import Profile, parse_profile
-from gpipe_sim.scenario import BackwardOrder, Checkpoint, PlanSpec, Recompute, Scenario, ScheduleName, to_window
+from gpipe_sim.scenario import BackwardOrder, Checkpoint, PlanSpec, Recompute, Scenario, ScheduleName, WindowField
 from gpipe_sim.sweep import parse_scenario
 from gpipe_sim.validate import plan_contradictions
 
@@ -45,22 +45,39 @@ FORMAT = "gpipe-plan-1"
 
 
 class _StageEntry(Strict):
+    """One stage: contiguous layers on one rank."""
+
     layers: Annotated[int, Field(ge=1, lt=2**31)]
+    """How many, counted on from the stage before."""
     rank: Annotated[int, Field(ge=0, lt=2**31)]
+    """The process that holds it."""
     checkpoint: Checkpoint
+    """Of which micro-batches this stage recomputes activations."""
 
 
 class _PlanFile(Strict):
+    """Everything that was chosen. Nothing has a default: a plan leaves nothing open."""
+
     format: Literal["gpipe-plan-1"]
+    """The version of this format."""
     name: Annotated[str, Field(min_length=1)]
+    """The scenario's."""
     stages: Annotated[list[_StageEntry], Field(min_length=1)]
+    """From the first to the last."""
     microbatches: Annotated[int, Field(ge=1, le=CELLS)]
+    """M."""
     schedule: ScheduleName
+    """The order of forwards and backwards."""
     recompute: Recompute
+    """Whether a recomputation starts as soon as its rank is free, or waits for the gradient."""
     backward: BackwardOrder
-    window: Annotated[int | None, PlainValidator(to_window)]
+    """The order that is run; ``1f1b`` knows only ``fifo``."""
+    window: WindowField
+    """Receives posted ahead per edge and direction."""
     scenario: dict[str, Any]
+    """The one point of a scenario file that the plan answers, as it was written."""
     profile: str
+    """The profile file that the plan is predicted with, as text."""
 
 
 def plan_text(plan: Plan) -> str:

@@ -106,7 +106,32 @@ class Prediction:
         return verdict(self.plan, fullest, self.breakdown_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of the command line's contract."""
+        """The keys of ``--json``, for other programs to rely on; lists are per rank, in ascending order of ranks.
+
+        set                       the swept fields of this plan and their values, as written
+        stages                    K
+        ranks                     R, processes; one for each stage
+        microbatches              M
+        checkpoint                the mode of all stages, or a list with that of each
+        schedule                  the order of forwards and backwards
+        recompute                 when recomputations start
+        backward                  the order of backwards that is run
+        balance                   layers of each stage
+        step_time_s               from the first action to the end of the last update; with jitter, the mean
+        pipeline_time_s           T, from the first action to the end of the last backward
+        throughput_samples_s      batch / step_time_s
+        bubble_fraction           1 - busy / (R T), busy being all time in F, R and B
+        bubble_ideal              (K-1) / (M+K-1), the bubble of equal stages and free links
+        bubble_over_ideal_time    bubble_fraction / (1 - bubble_fraction), idle over busy time
+        peak_memory_bytes         the highest point of the memory curve
+        activation_bytes          the peak less parameters, gradients and optimizer state
+        parameter_bytes           of the weights
+        fits                      whether every peak is at most the device's memory less memory_reserve
+        breakdown_s               the waterfall: part to seconds; they sum to step_time_s
+        utilization               busy / T
+        step_time_p50_s           with jitter only: the median over samples
+        step_time_p95_s           with jitter only: what 95 % of the samples do not exceed
+        """
         plan = self.plan
         result = {
             "set": dict(plan.scenario.swept),

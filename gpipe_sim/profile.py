@@ -179,38 +179,71 @@ _Signed = Annotated[float, Field(ge=-AMOUNT, le=AMOUNT)]
 
 
 class _LayerEntry(Strict):
+    """One layer. Lists have a value for each of the file's `sizes`, of one micro-batch of that many samples."""
+
     name: str
+    """What reports call it."""
     parameter_bytes: _Amount
+    """Of its weights."""
     optimizer_s: _Amount = 0.0
+    """To update them, once a step."""
     forward_s: list[_Amount]
+    """Also what a recomputation takes."""
     backward_s: list[_Amount]
+    """Gradients of inputs and weights together."""
     saved_bytes: list[_Amount]
+    """What remains after a forward with gradients until the backward: saved tensors and the output, each storage once,
+    the input not counted."""
     output_bytes: list[_Amount]
+    """What crosses to the next stage if the model is cut after this layer."""
     workspace_no_grad_bytes: list[_Amount]
+    """Transient inside a forward without gradients, beyond its input and output."""
     workspace_forward_bytes: list[_Amount]
+    """Transient inside a forward with gradients, beyond what remains."""
     workspace_backward_bytes: list[_Signed]
+    """Transient inside a backward, beyond what was saved and the gradients that enter and leave it, its weights'
+    included; negative where it lets go of more before it needs the most."""
     workspace_accumulate_bytes: list[_Signed] | None = None
-    """Left out: as `workspace_backward_bytes`, with all of a layer's new gradients beside the old ones."""
+    """The same of a backward that adds to gradients that are there. Left out: as `workspace_backward_bytes`, with all
+    of a layer's new gradients beside the old ones."""
     spread: list[_Amount] | None = None
+    """Interquartile range over median of its measured times; in all layers or in none."""
 
 
 class _LinkEntry(Strict):
+    """The link between neighbouring ranks, as measured."""
+
     bandwidth_bytes_s: Annotated[float, Field(ge=1e-6)]
+    """In each direction."""
     latency_s: _Amount
+    """Of a small message."""
 
 
 class _ProfileFile(Strict):
+    """What each layer of a model costs on a device."""
+
     format: Literal["gpipe-profile-1"]
+    """The version of this format."""
     source: Source
+    """How the figures came about."""
     device: str
+    """What they are figures of: ``cpu``, ``cuda``, or a name."""
     dtype: DType
+    """Of the weights."""
     environment: dict[str, str] = Field(default_factory=dict)
+    """Thread count, versions and the like; for people to read."""
     sizes: Annotated[list[Annotated[int, Field(ge=1, le=10**9)]], Field(min_length=1)]
+    """Samples in a micro-batch, ascending, at which costs are known; between them they are interpolated."""
     input_bytes: _Amount = 0.0
+    """Of one sample as it enters the first layer."""
     action_overhead_s: _Amount = 0.0
+    """What the engine itself takes before each action."""
     hop_overhead_s: _Amount = 0.0
+    """What the engine adds to each message's way."""
     link: _LinkEntry | None = None
+    """What ``cluster.link: measured`` stands for."""
     layers: Annotated[list[_LayerEntry], Field(min_length=1, max_length=LAYERS)]
+    """From the first to the last."""
 
 
 def is_file(path: Path) -> bool:

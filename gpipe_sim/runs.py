@@ -71,27 +71,48 @@ _Moment = Annotated[float, Field(ge=-AMOUNT, le=AMOUNT)]
 
 
 class _RankEntry(Strict):
+    """One rank in one step: a value for each of its actions, in their order; null where nothing was sent or taken."""
+
     start_s: list[_Moment]
+    """When each action started, from the step's first action on."""
     end_s: list[_Moment]
+    """When it ended."""
     arrived_s: list[_Moment | None]
+    """When the message that it needs was there."""
     send_start_s: list[_Moment | None]
+    """When its own message was handed over."""
     send_end_s: list[_Moment | None]
+    """When that was delivered."""
 
 
 class _CurveEntry(Strict):
+    """What the allocator of one rank held over a step."""
+
     times_s: Annotated[list[_Moment], Field(min_length=1)]
+    """Moments, ascending."""
     allocated_bytes: list[Annotated[float, Field(ge=-AMOUNT, le=AMOUNT)]]
+    """Held from each of them on."""
 
 
 class _MeasuredFile(Strict):
+    """What happened, in the plan's own seconds."""
+
     format: Literal["gpipe-measured-1"]
+    """The version of this format."""
     device: str
+    """``cpu``, ``cuda`` or ``rehearse``."""
     engine: str
+    """``gpipe``, ours, or ``torch``."""
     stretch: Annotated[float, Field(ge=1 / AMOUNT, le=AMOUNT)] = 1.0
+    """How many times slower than the plan a rehearsal ran; its times are divided by it already."""
     links: Literal["plan", "real"] = "plan"
+    """Whether a rehearsal's messages took the time of the plan's links, or went over real ones in full size."""
     steps: Annotated[list[list[_RankEntry]], Field(min_length=1)]
+    """Every step after the warm-up, each with an entry per rank."""
     peak_memory_bytes: list[Annotated[int, Field(ge=0, le=int(AMOUNT))]] | None = None
+    """Per rank, from the allocator in a step of its own that is not timed."""
     memory: list[_CurveEntry] | None = None
+    """Per rank, of that step; on a GPU only its peak is known."""
 
 
 _COLUMNS = tuple(_RankEntry.model_fields)

@@ -23,10 +23,15 @@ Recompute = Literal["early", "on_demand"]
 BackwardOrder = Literal["reverse", "fifo"]
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
+"""A whole number of at least 1."""
 Bytes = Annotated[float, PlainValidator(units.parse_bytes)]
+"""A size with its unit, such as ``80 GiB`` or ``1.5 MB``."""
 Seconds = Annotated[float, PlainValidator(units.parse_seconds)]
+"""A time with its unit, such as ``5 us`` or ``1.2 ms``."""
 Bandwidth = Annotated[float, PlainValidator(units.parse_bandwidth)]
+"""A rate of bytes or bits with its unit, such as ``25 GB/s`` or ``100 Gbit/s``."""
 Compute = Annotated[float, PlainValidator(units.parse_compute)]
+"""A rate of arithmetic with its unit, such as ``312 TFLOP/s``."""
 
 
 # --- model ---------------------------------------------------------------------------------------------------------
@@ -37,13 +42,19 @@ class Transformer(Strict):
 
     kind: Literal["transformer"]
     layers: Count
+    """Blocks; embedding, final norm and output head are layers of their own beside them."""
     hidden: Count
+    """Width of the residual stream."""
     heads: Count
+    """Attention heads."""
     ffn: Count | None = None
     """Width of the feed-forward layer; four times ``hidden`` if left out."""
     vocab: Count
+    """Tokens in the vocabulary: rows of the embedding, and of the head, whose weights are its own."""
     sequence: Count
+    """Tokens in a sample."""
     attention: Literal["classic", "flash"] = "flash"
+    """Whether the quadratic part is kept for the backward (``classic``) or recomputed inside the kernel."""
 
     @property
     def num_layers(self) -> int:
@@ -60,15 +71,21 @@ class LayerSpec(Strict):
     """A layer written by hand: seconds and bytes per sample, overhead per call, parameters in total."""
 
     name: str
+    """What reports call it."""
     repeat: Count = 1
+    """How many such layers follow each other."""
     forward: Seconds
+    """Of one sample."""
     backward: Seconds | None = None
     """Twice ``forward`` if left out."""
     overhead: Seconds = 0.0
+    """Of each call, forward or backward, whatever the number of samples."""
     output: Bytes = 0.0
+    """What crosses to the next stage if the model is cut after this layer."""
     saved: Bytes | None = None
     """What remains after a forward, the output included; ``output`` if left out."""
     parameters: Bytes = 0.0
+    """Weights in total, not per sample."""
 
 
 class Layers(Strict):
@@ -76,6 +93,7 @@ class Layers(Strict):
 
     kind: Literal["layers"]
     layers: Annotated[list[LayerSpec], Field(min_length=1)]
+    """From the first to the last."""
 
     @property
     def num_layers(self) -> int:
@@ -88,6 +106,7 @@ class ProfileModel(Strict):
 
     kind: Literal["profile"]
     path: str
+    """The profile file, as seen from the scenario's folder."""
 
     @property
     def num_layers(self) -> None:
@@ -102,10 +121,11 @@ def _object_path(value: str) -> str:
 
 
 class PythonModel(Strict):
-    """The user's own model; ``function`` returns an ``nn.Sequential``, a sample input and a loss."""
+    """The user's own model; ``function`` returns an ``nn.Sequential``, a maker of samples and a loss."""
 
     kind: Literal["python"]
     function: Annotated[str, AfterValidator(_object_path)]
+    """``package.module:function``, looked for beside the scenario file first."""
 
     @property
     def num_layers(self) -> None:
@@ -125,16 +145,27 @@ MODELS: Mapping[str, type[Model]] = {
 
 
 class _DeviceSpec(Strict):
+    """A device written out instead of named."""
+
     memory: Bytes
+    """Of one device."""
     compute: Compute | None = None
+    """Peak dense arithmetic, in whatever dtype the scenario has; only analytic costs need it."""
     bandwidth: Bandwidth | None = None
+    """Between the device and its own memory; without limit if left out."""
     efficiency: Annotated[float, Field(ge=1e-6, le=1)] = 0.5
+    """The share of peak compute that large layers attain."""
     launch: Seconds = 5e-6
+    """Time to launch one kernel: what makes small micro-batches cost more per sample."""
 
 
 class _LinkSpec(Strict):
+    """A link written out instead of named; each direction has all of it."""
+
     bandwidth: Bandwidth
+    """``inf GB/s`` is a link that costs latency only."""
     latency: Seconds = 0.0
+    """From the last byte sent to its arrival; it delays a message, and does not occupy the link."""
 
 
 def _to_device(value: object) -> Device:
@@ -156,6 +187,9 @@ def _to_device(value: object) -> Device:
     )
 
 
+DeviceField = Annotated[Device, PlainValidator(_to_device)]
+"""A name that ``gpipe catalog`` lists (``cpu`` is this machine), or a device written out."""
+
 MEASURED = Link(name="measured", bandwidth=float("inf"), latency=0.0, source="the profile")
 """Stands for the link that the profile measured."""
 
@@ -176,6 +210,7 @@ def _to_link(value: object) -> Link:
 
 
 LinkField = Annotated[Link, PlainValidator(_to_link)]
+"""A name that ``gpipe catalog`` lists, ``measured`` for the link that the profile measured, or a link written out."""
 
 
 class Jitter(Strict):
@@ -184,16 +219,20 @@ class Jitter(Strict):
     cv: Annotated[float, Field(ge=0, le=10)]
     """Standard deviation over mean."""
     samples: Annotated[int, Field(ge=1, le=SAMPLES)] = 200
+    """Steps that are drawn; mean, p50 and p95 over them are reported."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    """The same seed draws the same luck for every plan, so that plans can be compared."""
 
 
 class Cluster(Strict):
     """The devices, and what connects them. Rank r sits on node ``r // devices_per_node``."""
 
-    device: Annotated[Device, PlainValidator(_to_device)]
+    device: DeviceField
+    """All devices are of one kind."""
     memory_reserve: Bytes = 0.0
     """What the runtime keeps for itself on each device."""
     nodes: Count = 1
+    """Machines."""
     devices_per_node: Count | None = None
     """On one node it may be left out: there are then as many as the plan has stages."""
     link: LinkField
@@ -201,14 +240,15 @@ class Cluster(Strict):
     network: LinkField | None = None
     """A node's way out, each direction, shared fairly by its devices."""
     links: dict[int, LinkField] = Field(default_factory=dict)
-    """Edges that differ: key k is the edge from stage k to stage k+1."""
+    """Edges that differ: key k is the edge from stage k to stage k+1, such as ``{2: {bandwidth: 12 GB/s}}``."""
     overlap: bool = True
     """Transfers run beside compute; otherwise the sender waits until its message is delivered."""
     cores: Count | None = None
     """Cores per node, which its ranks are pinned to in turns and share fairly; left out, every rank has its own."""
     slowdown: dict[int, Annotated[float, Field(gt=0, le=FACTOR)]] = Field(default_factory=dict)
-    """Rank -> factor on its compute times."""
+    """Rank to factor on its compute times: ``{3: 1.2}`` makes rank 3 take 1.2 times as long."""
     jitter: Jitter | None = None
+    """Noise on compute times; none if left out."""
 
     @property
     def num_devices(self) -> int | None:
@@ -260,19 +300,37 @@ def to_window(value: object) -> int | None:
     raise ValueError(f"found {shown(value)}, expected a whole number of at least 1, or all")
 
 
+CheckpointField = Annotated[Checkpoint | tuple[Checkpoint, ...], PlainValidator(_to_checkpoint)]
+"""``never``, ``always``, ``except_last`` (all micro-batches but the last), or ``{per_stage: [always, never]}``."""
+BalanceField = Annotated[tuple[int, ...] | None, _to_counts(1, "[12, 12, 12, 12]")]
+"""``auto``, the cut with the smallest bottleneck, or the layers of each stage, ``[12, 12, 12, 12]``."""
+PlacementField = Annotated[tuple[int, ...] | None, _to_counts(0, "[0, 1, 2, 3]")]
+"""``auto``, in order, or the rank of each stage, ``[0, 2, 1, 3]``."""
+WindowField = Annotated[int | None, PlainValidator(to_window)]
+"""A whole number of at least 1, or ``all``."""
+
+
 class PlanSpec(Strict):
     """The choices. What is left out takes its default in `simulate` and is searched by `plan`."""
 
     stages: Count | None = None
+    """K, how many devices the layers are cut over; not needed beside an explicit ``balance``."""
     microbatches: Count | None = None
-    checkpoint: Annotated[Checkpoint | tuple[Checkpoint, ...], PlainValidator(_to_checkpoint)] = "always"
+    """M, how many pieces a batch is cut into; ``naive`` has one."""
+    checkpoint: CheckpointField = "always"
+    """Of which micro-batches activations are dropped after the forward and computed again before the backward."""
     schedule: ScheduleName = "gpipe"
+    """The order of forwards and backwards."""
     recompute: Recompute = "early"
+    """Whether a recomputation starts as soon as its rank is free, or waits for the gradient."""
     backward: BackwardOrder = "reverse"
-    balance: Annotated[tuple[int, ...] | None, _to_counts(1, "[12, 12, 12, 12]")] = None
-    placement: Annotated[tuple[int, ...] | None, _to_counts(0, "[0, 1, 2, 3]")] = None
-    window: Annotated[int | None, PlainValidator(to_window)] = 2
-    """Receives posted ahead per edge and direction; None is no limit."""
+    """GPipe's order of backwards: last micro-batch first, as in the paper, or first in first out, as in torch."""
+    balance: BalanceField = None
+    """Where the layers are cut."""
+    placement: PlacementField = None
+    """Which rank holds which stage."""
+    window: WindowField = 2
+    """Receives posted ahead per edge and direction: a message starts only once its receive is posted."""
 
     @property
     def num_stages(self) -> int | None:
@@ -292,10 +350,15 @@ class General(Strict):
     """What stands at the top level beside the sections."""
 
     name: Annotated[str, Field(min_length=1)]
+    """What reports and run directories call it."""
     batch: Count
+    """N, samples in a step; where M does not divide it, the first micro-batches hold one sample more."""
     dtype: DType = "bf16"
+    """Of weights and activations."""
     optimizer: Optimizer = "adam"
+    """It decides the bytes of state per parameter."""
     profile: Annotated[str, Field(min_length=1)] | None = None
+    """A profile file, as seen from the scenario's folder, whose costs replace analytic ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
