@@ -159,21 +159,6 @@ def test_progress_is_told_part_by_part():
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_what_the_command_prints():
-    page = (ROOT / "docs" / "evidence.md").read_text()
-    (block,) = re.findall(r"```console\n(\$ gpipe validate.*?)```", page, re.DOTALL)
-    command, expected = block.removeprefix("$ gpipe ").split("\n", 1)
-    done = subprocess.run(
-        [sys.executable, "-m", "gpipe_sim.cli", *shlex.split(command)],
-        cwd=ROOT,
-        env={"COLUMNS": "120", "PATH": str(BIN), "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert [line.rstrip() for line in done.stdout.strip().splitlines()] == expected.rstrip().splitlines()
-
-
 def test_the_picture_has_a_point_for_every_number(figures):
     pytest.importorskip("plotly")
     from dashboard.literature import points, predicted_against_published

@@ -38,8 +38,8 @@ def test_the_simulator_depends_on_no_other_package_but_in_its_command(path):
 
 
 @pytest.mark.parametrize(("package", "last"), [("gpipe_sim", "cli"), ("gpipe_exec", "profiler")])
-def test_the_map_in_the_readme_is_complete_and_no_file_imports_a_later_one(package, last):
-    text = (ROOT / "README.md").read_text()
+def test_the_map_of_the_code_is_complete_and_no_file_imports_a_later_one(package, last):
+    text = (ROOT / "docs" / "background" / "code.md").read_text()
     table = re.findall(r"^\| `(\w+)\.py` \|", text[text.index(f"`{package}/`, in reading order") :], re.MULTILINE)
     table = table[: table.index(last) + 1]
     files = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
