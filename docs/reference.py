@@ -149,8 +149,12 @@ def _limits(notes: list[ast.expr], module: ModuleType) -> str:
     """`` from 0``, `` above 0 to 1``; nothing of bounds that only keep hostile files small, nor of lists' lengths."""
     words = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
     keywords = [keyword for note in notes if isinstance(note, ast.Call) for keyword in note.keywords]
-    found = {keyword.arg: eval(ast.unparse(keyword.value), vars(module)) for keyword in keywords if keyword.arg in words}
-    return "".join(f" {words[key]} {value:g}" for key, value in found.items() if key and 1e-6 < abs(value) < 1e6 or value == 0)
+    found = {
+        keyword.arg: eval(ast.unparse(keyword.value), vars(module)) for keyword in keywords if keyword.arg in words
+    }
+    return "".join(
+        f" {words[key]} {value:g}" for key, value in found.items() if (key and 1e-6 < abs(value) < 1e6) or value == 0
+    )
 
 
 @cache

@@ -1,10 +1,6 @@
 """Published figures beside ours: the exact ones hold, and nothing is judged on a cell that it was fitted to."""
 
 import json
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,6 @@ from gpipe_sim.evidence import NUM_PARTS, all_figures
 from gpipe_sim.literature import published_tables
 
 ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
