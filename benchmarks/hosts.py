@@ -21,8 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from gpipe_exec.process import die_with_parent
-
 INTERFACE = "eth0"
 MTU = 9000
 """Jumbo frames, as in a cluster: a sixth of the packets, each of which costs the cores time."""
@@ -33,11 +31,16 @@ BURST_S = 250e-6
 which would otherwise be lost, and little beside the messages, of which it is the part that passes for free."""
 
 
+_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+"""A command that Linux ends when this process does. Python could ask for that between fork and exec, but a signal that
+comes in there is lost: what its handler raises is dropped."""
+
+
 def what_is_missing() -> list[str]:
     """What hosts need and this machine has not, in words."""
     if not Path("/proc/self/ns/net").exists():
         return ["network namespaces, which only Linux has"]
-    tools = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+    tools = {"ip": "iproute2", "tc": "iproute2"} | dict.fromkeys(("nsenter", "setpriv", "unshare"), "util-linux")
     missing = [f"`{tool}` (Debian package {package})" for tool, package in tools.items() if shutil.which(tool) is None]
     return missing + (["root"] if os.geteuid() != 0 else [])
 
@@ -119,12 +122,11 @@ class Hosts:
     ) -> "subprocess.Popen[bytes]":
         """Start a command on a host; it ends with the host at the latest."""
         process = subprocess.Popen(
-            self.all[index].inside(command),
+            [*_WITH_US, *self.all[index].inside(command)],
             stdout=log,
             stderr=log,
             env=dict(environment),
             start_new_session=True,  # Ctrl-C is ours to handle
-            preexec_fn=die_with_parent,
         )
         self._started.append(process)
         return process
@@ -144,9 +146,9 @@ class Hosts:
 
 
 def _make_host(address: str) -> Host:
-    command = ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--", "sleep", "infinity"]
+    apart = ["unshare", "--net", "--pid", "--fork", "--kill-child=SIGKILL", "--", "sleep", "infinity"]
     holder = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=die_with_parent
+        [*_WITH_US, *apart], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
     try:

@@ -29,7 +29,7 @@ from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, 
 from gpipe_sim.limits import AMOUNT
 from gpipe_sim.plan import Plan
 from gpipe_sim.planfile import load_plan
-from gpipe_sim.schedule import rank_actions
+from gpipe_sim.schedule import Action, rank_actions, takes_message
 from gpipe_sim.step import MemoryCurve, RankTimeline, Step
 
 
@@ -179,7 +179,7 @@ def parse_measured(document: Document, plan: Plan) -> Measured:
             message = "has other actions than the plan, expected a row for each of its own"
             raise InputError([document.problem(("steps", index), message)])
         for rank, entry in enumerate(step):
-            if wrong := _disorder(entry):
+            if wrong := _disorder(entry) or _unsent(plan, actions[rank], entry):
                 raise InputError([document.problem(("steps", index, rank), wrong)])
         if not any(end > start for entry in step for start, end in zip(entry.start_s[:-1], entry.end_s, strict=False)):
             raise InputError([document.problem(("steps", index), "takes no time at all, expected some")])
@@ -229,6 +229,14 @@ def _disorder(entry: _RankEntry) -> str | None:
             return f"action {row} ends at {end:g}, before its start at {start:g}, expected an end after it"
         if row and start < entry.start_s[row - 1]:
             return f"action {row} starts at {start:g}, before the one before it, expected their order"
+    return None
+
+
+def _unsent(plan: Plan, actions: Sequence[Action], entry: _RankEntry) -> str | None:
+    """What arrived where nothing was sent."""
+    for action, arrived in zip(actions, entry.arrived_s, strict=True):
+        if arrived is not None and not takes_message(plan, action):
+            return f"has a message that arrived for {action}, which takes none, expected null in arrived_s"
     return None
 
 

@@ -1,6 +1,7 @@
 """Readers against mutated and hostile files: an `InputError` or something usable, never anything else, never a flood.
 
-Coverage-guided fuzzing of the same readers is `make fuzz`; what it has found is among the examples here.
+The examples are the same in every run, so that what a change breaks is that change's doing; `make fuzz` searches on,
+guided by coverage, and what it has found is among the examples here.
 """
 
 import itertools
@@ -109,7 +110,7 @@ def mutations(draw: st.DrawFn, seed: bytes) -> bytes:
 def test_a_mutated_file_is_refused_with_a_message_or_used(name, folder, targets):
     valid = seeds(folder)[name]
 
-    @settings(max_examples=120, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=120, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(valid).flatmap(mutations))
     def mutate(content: bytes) -> None:
         targets[name](content)
@@ -373,7 +374,7 @@ def extreme_plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(extreme_plans())
 def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
     has_jitter = made.scenario.cluster.jitter is not None
@@ -401,7 +402,7 @@ def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
             assert values.min() >= -1e-9 * values.max(), part
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(extreme_plans())
 def test_any_valid_plan_is_explained_in_finite_numbers(made):
     use(made)

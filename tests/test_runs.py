@@ -17,6 +17,7 @@ from plans import layers, plan
 from gpipe_sim.accuracy import RECORD, recorded
 from gpipe_sim.cli import main
 from gpipe_sim.compare import compare_run
+from gpipe_sim.files import InputError
 from gpipe_sim.planfile import load_plan, save_plan
 from gpipe_sim.predict import predict
 from gpipe_sim.profile import load_profile
@@ -134,6 +135,15 @@ def test_a_run_can_be_compared_again_and_elsewhere(finished, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "step time" in done.stdout
     assert "The prediction is" in done.stdout
+
+
+def test_a_message_where_none_was_sent_is_refused(finished, tmp_path):
+    measured = json.loads((finished / "measured.json").read_text())
+    measured["steps"][1][0]["arrived_s"][0] = 0.0
+    (tmp_path / "plan.yaml").write_text((finished / "plan.yaml").read_text())
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    with pytest.raises(InputError, match=r"steps\.1\.0: has a message that arrived for 0F0, which takes none"):
+        load_run(tmp_path)
 
 
 def test_a_replay_of_a_measured_step_explains_nearly_all_of_it(finished):
