@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from rows import add_option, of_errors, save
 
 from gpipe_exec.launch import Settings, execute
 from gpipe_exec.profiler import measure_profile
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories here, for gpipe compare")
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    add_option(parser)
     arguments = parser.parse_args()
     if not hasattr(os, "sched_getaffinity"):
         print("left out: only Linux pins ranks to cores")
@@ -183,6 +185,16 @@ def main() -> None:
     held = summarise(results)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    if errors := [r.error for r in results if r.shortest_s >= LONG_S]:
+        repeat = ".venv/bin/python benchmarks/cores.py"
+        headline = of_errors(
+            "predict plans with more ranks than cores, actions of 20 ms and more",
+            errors,
+            beside=f"{len(errors)} runs",
+            goal=GOAL,
+            repeat=repeat,
+        )
+        save(arguments.rows, [headline])
     sys.exit(0 if held else 1)
 
 

@@ -5,9 +5,10 @@ A benchmark started with `--rows FILE` leaves its headlines there; `benchmarks/t
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,20 @@ class Headline:
     """What is not the same on both sides, or why they could not run."""
     repeat: str
     """The command to see it again."""
+
+
+def of_errors(what: str, errors: Sequence[float], *, beside: str, goal: float, repeat: str) -> Headline:
+    """Predictions beside what was measured; errors are (predicted - measured) / measured."""
+    mean = sum(map(abs, errors)) / len(errors)
+    return Headline(
+        what=what,
+        peer="the same, measured",
+        ours=f"{mean:.1%} off on average",
+        theirs=beside,
+        ratio=median(1 / (1 + error) for error in errors),
+        held=mean <= goal,
+        repeat=repeat,
+    )
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
