@@ -58,7 +58,8 @@ $(VENV)/.peers: $(VENV)/.ready
 
 # Coverage-guided fuzzing of the readers, in an environment of its own: atheris is no dependency of the project.
 SECONDS_EACH ?= 60
-fuzz: .fuzz/.ready
+fuzz: setup .fuzz/.ready
+	$(BIN)/pytest -m search tests
 	@for reader in scenario plan profile pipedream run; do echo "== $$reader, $(SECONDS_EACH) s"; \
 		.fuzz/bin/python tests/fuzz/guided.py $$reader --seconds $(SECONDS_EACH) || exit 1; done
 

@@ -1,7 +1,7 @@
 """Readers against mutated and hostile files: an `InputError` or something usable, never anything else, never a flood.
 
-The examples are the same in every run, so that what a change breaks is that change's doing; `make fuzz` searches on,
-guided by coverage, and what it has found is among the examples here.
+Tests marked `search` try new examples in every run, so that what they find need not be the last change's doing: `make
+fuzz` runs them, and searches on guided by coverage. What it has found is among the examples here.
 """
 
 import itertools
@@ -106,11 +106,12 @@ def mutations(draw: st.DrawFn, seed: bytes) -> bytes:
     return content
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mutated_file_is_refused_with_a_message_or_used(name, folder, targets):
     valid = seeds(folder)[name]
 
-    @settings(derandomize=True, max_examples=120, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=120, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(valid).flatmap(mutations))
     def mutate(content: bytes) -> None:
         targets[name](content)
@@ -374,7 +375,8 @@ def extreme_plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
+@pytest.mark.search
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(extreme_plans())
 def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
     has_jitter = made.scenario.cluster.jitter is not None
@@ -393,16 +395,19 @@ def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
         assert timeline.busy_s() >= work - rounding
         if not crowded:
             assert timeline.busy_s() <= work + rounding
+    costs = made.profile.at(max(made.sizes))
+    lost = 1e-9 * made.num_microbatches * float((costs.saved_bytes + costs.output_bytes).sum())  # to rounding
     for curve in step.memory:
         held = {
             part: values for part, values in curve.parts.items() if part not in ("parameters", "optimizer", "inputs")
         }
         for part, values in held.items():
-            assert values[-1] <= 1e-9 * values.max(), part
-            assert values.min() >= -1e-9 * values.max(), part
+            assert values[-1] <= 1e-9 * values.max() + lost, part
+            assert values.min() >= -1e-9 * values.max() - lost, part
 
 
-@settings(derandomize=True, max_examples=60, suppress_health_check=list(HealthCheck))
+@pytest.mark.search
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(extreme_plans())
 def test_any_valid_plan_is_explained_in_finite_numbers(made):
     use(made)
