@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +50,14 @@ WATCH = """() => {
     window.settled = () => repainted !== null && plot('utilization').data !== old[1];
     addEventListener('keyup', () => released = performance.now(), true);
 }"""
+
+
+WATCH_LOADING = """
+    const look = () => document.querySelector('#gantt .js-plotly-plot .barlayer .point')
+        ? requestAnimationFrame(() => window.loaded = performance.now()) : requestAnimationFrame(look);
+    look();
+"""
+"""By the page's own clock, which starts when it is asked for: the frame after the one that has the timeline's bars."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +116,10 @@ def first_loads(browser: Browser, address: str, times: int) -> Turns:
     for _ in range(times):
         context = browser.new_context(viewport={"width": 1440, "height": 900})
         page = context.new_page()
-        began = time.perf_counter()
+        page.add_init_script(WATCH_LOADING)
         page.goto(address)
-        page.wait_for_selector("#gantt .js-plotly-plot .main-svg .xtick")
-        seconds.append(time.perf_counter() - began)
+        page.wait_for_function("window.loaded")
+        seconds.append(page.evaluate("loaded / 1e3"))
         context.close()
     return Turns("first load, to the timeline", seconds, FIRST_LOAD_GOAL_S)
 
@@ -178,7 +185,7 @@ def main() -> None:
         options = ["--no-sandbox", "--disable-gpu", "--enable-unsafe-swiftshader", "--disable-background-networking"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         print(f"{'':<44} {'times':>5} {'median ms':>9} {'p95 ms':>9}   goal of p95")
-        found = [first_loads(browser, address, 5)]
+        found = [first_loads(browser, address, 10)]
         print(found[-1].line(), flush=True)
         for K, M in GOALS_S:
             found.append(knob_turns(browser, address, K, M, arguments.turns))

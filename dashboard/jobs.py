@@ -23,6 +23,8 @@ Device = Literal["cpu", "cuda", "rehearse"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 STEPS, WARMUP = 5, 2
 
+RunState = Literal["running", "finished", "failed", "stopped", "unknown"]
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -31,7 +33,7 @@ class Progress:
     done: int
     total: int
     log: str
-    state: Literal["running", "finished", "failed", "unknown"]
+    state: RunState
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Jobs:
     folder: Path
     allowed: bool
     _processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    _stopped: set[str] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 
     def start(self, plan: Plan, device: Device) -> str:
@@ -66,6 +69,7 @@ class Jobs:
         """End a run as Ctrl-C does, with every process that it has started."""
         process = self._processes.get(name)
         if process is not None and process.poll() is None:
+            self._stopped.add(name)
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(timeout=15)
@@ -85,11 +89,9 @@ class Jobs:
         text = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
         done = [int(path.read_text() or 0) for path in directory.glob("ranks/rank*.done")]
         status = process.poll() if process else None
-        state: Literal["running", "finished", "failed", "unknown"] = "running"
-        if process is None:
-            state = "unknown"
-        elif status is not None:
-            state = "finished" if status == 0 else "failed"
+        state: RunState = "unknown" if process is None else "running"
+        if status is not None:
+            state = "finished" if status == 0 else "stopped" if name in self._stopped else "failed"
         return Progress(min(done, default=0), STEPS + WARMUP, text, state)
 
 

@@ -323,4 +323,4 @@ def test_a_run_is_really_stopped(tmp_path):
     with pytest.raises(InputError, match="another run is under way"):
         jobs.start(plan, "rehearse")
     jobs.stop(name)
-    assert jobs.progress(name).state == "failed"
+    assert jobs.progress(name).state == "stopped"

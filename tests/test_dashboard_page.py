@@ -248,6 +248,58 @@ def test_a_click_on_the_heat_map_or_a_row_of_the_table_makes_it_the_plan_on_scre
     address_has(page, "plan.stages%3D1&set=plan.microbatches%3D1&set=plan.checkpoint%3Dexcept_last")
 
 
+def click_point(page: Page, chart: str, trace: int, point: int) -> dict:
+    """With the mouse, in the middle of a marker; what the chart says of it."""
+    mark = page.locator(f"#{chart} .scatterlayer .trace").nth(trace).locator(".point").nth(point)
+    mark.wait_for(state="attached")
+    page.locator(f"#{chart}").scroll_into_view_if_needed()
+    box = mark.bounding_box()
+    said = page.evaluate(
+        """([chart, trace, point]) => {
+            const data = document.querySelector(`#${chart} .js-plotly-plot`).calcdata[trace];
+            return {x: data[point].x, y: data[point].y, of: data[point].data ?? data[0].trace.customdata?.[point]};
+        }""",
+        [chart, trace, point],
+    )
+    page.mouse.move(box["x"] + box["width"] / 2 - 1, box["y"] + box["height"] / 2)
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    return said
+
+
+def test_a_click_on_a_point_of_any_other_chart_makes_it_the_plan_on_screen(page, server):
+    page.goto(server + SMALL + "#space")
+    K, M, mode = click_point(page, "front", 0, 0)["of"]
+    address_has(page, f"plan.stages%3D{K}&set=plan.microbatches%3D{M}&set=plan.checkpoint%3D{mode}")
+    shows_step_time(page, step_time("bubble", f"plan.stages={K}", f"plan.microbatches={M}", f"plan.checkpoint={mode}"))
+
+    page.goto(server + "?scenario=bubble&set=plan.microbatches=2#space")
+    M = round(click_point(page, "bubble-by-m", 0, 3)["x"])
+    assert M == 8
+    shows_step_time(page, step_time("bubble", "plan.microbatches=8"))
+
+    page.goto(server + "?scenario=bubble&set=plan.microbatches=2#space")
+    assert round(click_point(page, "memory-by-m", 2, 4)["x"]) == 16
+    address_has(page, "plan.checkpoint%3Dalways")
+    shows_step_time(page, step_time("bubble", "plan.microbatches=16", "plan.checkpoint=always"))
+
+    page.goto(server + "?scenario=checkpoint&set=plan.microbatches=16#space")
+    bandwidth = click_point(page, "by-bandwidth", 0, 5)["x"]
+    assert 0.99 < bandwidth < 1.01  # GB/s
+    expect(page.locator("#bandwidth-shown")).to_have_text("1.00 GB/s")
+
+
+def test_the_space_around_a_plan_shows_how_far_it_is_and_follows_the_knobs(page, server):
+    """A thousand samples of each plan: long enough to be seen, and turned away from before it ends."""
+    jitter = "set=cluster.jitter={cv:+0.1,+samples:+1000}"
+    page.goto(f"{server}?scenario=demo&set=plan.stages=8&set=plan.microbatches=64&{jitter}#space")
+    expect(page.locator("#space-progress")).to_contain_text(re.compile("Predicting the plans around this one: [0-9]"))
+    page.focus("#jitter [role=slider]")
+    page.keyboard.press("Home")
+    address_has(page, "cluster.jitter%3Dnull")
+    page.wait_for_selector("#heatmap .heatmaplayer image", state="attached")
+    expect(page.locator("#space-progress")).to_be_empty()
+
+
 def test_a_search_shows_how_far_it_is_follows_the_knobs_and_its_plan_can_be_taken(page, server):
     """A model of many layers on many devices: the search takes a few seconds, and its first state must be seen."""
     page.goto(server + "?scenario=demo&set=plan.stages=2&set=plan.microbatches=4#space")
@@ -322,6 +374,24 @@ def test_a_run_is_started_followed_compared_and_listed(page, server, runs):
     assert (done / "measured.json").is_file()
 
 
+def test_a_run_is_stopped_by_its_button_with_all_its_processes(page, server, runs):
+    def processes() -> list[str]:
+        """Of runs in this test's folder: the launcher and its ranks."""
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+        return [line.decode() for line in lines if str(runs).encode() in line]
+
+    page.goto(server + "?scenario=checkpoint&set=plan.stages=2#runs")
+    expect(page.locator("#run-stop")).to_be_disabled()
+    page.click("#run-start")
+    expect(page.locator("#run-log")).to_contain_text(": running")
+    page.wait_for_timeout(2000)  # its ranks are starting or at work
+    assert processes()
+    page.click("#run-stop")
+    expect(page.locator("#run-log")).to_contain_text(": stopped")
+    expect(page.locator("#run-stop")).to_be_disabled()
+    assert processes() == []
+
+
 def test_a_run_directory_from_another_machine_is_uploaded_and_listed(page, server, runs, tmp_path):
     plan = make_plan(scenario("bubble", "plan.microbatches=2"))
     step = simulate(plan, memory=False)
@@ -364,11 +434,16 @@ NAMELESS = """() => [...document.querySelectorAll('input, button, textarea, sele
     .map(e => e.outerHTML.slice(0, 200))"""
 
 FOCUSED = """() => {
-    const e = document.activeElement, style = getComputedStyle(e), near = getComputedStyle(e.nextElementSibling || e);
-    const seen = style.outlineStyle !== 'none' || near.outlineStyle !== 'none' || style.boxShadow !== 'none'
-        || style.borderColor !== style.color && e.matches('input, textarea');
+    const e = document.activeElement, near = [e, e.nextElementSibling, e.parentElement].filter(Boolean);
+    const looks = ['outline', 'boxShadow', 'border', 'backgroundColor'];
+    const look = () => JSON.stringify(near.map(x => looks.map(name => getComputedStyle(x)[name])));
+    const focused = look();
+    e.blur();
+    const seen = look() !== focused;
+    e.focus({focusVisible: true});
     return {where: e.id || e.getAttribute('aria-label') || e.name || e.innerText?.slice(0, 30) || e.tagName, seen};
 }"""
+"""What has the focus, and whether it, or what is drawn in its place, looks different for that."""
 
 
 @pytest.mark.parametrize("tab", ["plan", "space", "pinned", "runs", "tour", "scenario"])
@@ -383,6 +458,7 @@ def test_every_control_of_a_tab_has_a_name(page, server, tab):
 def test_the_page_is_operated_by_the_keyboard_alone(page, server):
     page.goto(server + SMALL)
     shows_step_time(page, step_time("bubble", "plan.microbatches=8"))
+    page.add_style_tag(content="* { transition: none !important; }")
     page.keyboard.press("Tab")
     expect(page.get_by_role("button", name="Skip to the plan")).to_be_focused()
     visited = []
