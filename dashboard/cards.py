@@ -42,7 +42,13 @@ def table(name: str, about: str) -> html.Div:
         columnDefs=[],
         rowData=[],
         columnSize="responsiveSizeToFit",
-        defaultColDef={"sortable": True, "resizable": True, "minWidth": 90},
+        defaultColDef={
+            "sortable": True,
+            "resizable": True,
+            "minWidth": 90,
+            "wrapHeaderText": True,
+            "autoHeaderHeight": True,
+        },
         dashGridOptions={"rowSelection": {"mode": "singleRow", "enableClickSelection": True, "checkboxes": False}},
         style={"height": 360},
     )

@@ -81,7 +81,7 @@ def residuals(predicted: Step, measured: Sequence[Step]) -> go.Figure:
         *[trace for trace in traces if len(trace.x)],
         height=340,
         x={"title": {"text": f"predicted start, {unit}"}},
-        y={"title": {"text": "measured - predicted, ms"}},
+        y={"title": {"text": "measured - predicted, ms"}, "rangemode": "tozero"},
     )
 
 

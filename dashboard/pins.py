@@ -68,5 +68,22 @@ def side_by_side(plans: dict[str, Prediction]) -> Any:
         parts.append(card(f"{name.upper()}: {what}", prediction.verdict, still(chart, f"gantt-{name}")))
     heads = [entry[0] for entry in key_numbers(next(iter(plans.values())))]
     rows = [[name.upper(), *(entry[1] for entry in key_numbers(prediction))] for name, prediction in plans.items()]
+    if len(plans) == 2:
+        rows.append(["B against A", *against(*plans.values())])
     table = dmc.Table(data={"head": ["", *heads], "body": rows}, id="pinned-numbers", mb="md")
     return [table, dmc.Stack(parts)] if parts else html.Div()
+
+
+def against(first: Prediction, second: Prediction) -> list[str]:
+    """How the second differs from the first in each of the key numbers."""
+
+    def relative(before: float, after: float) -> str:
+        return f"{after / before - 1:+.1%}" if before else ""
+
+    points = 100 * (second.bubble_fraction - first.bubble_fraction)
+    return [
+        relative(first.step_time_s, second.step_time_s),
+        relative(first.throughput_samples_s, second.throughput_samples_s),
+        f"{points:+.1f} points",
+        relative(max(first.peak_memory_bytes), max(second.peak_memory_bytes)),
+    ]

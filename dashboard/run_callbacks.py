@@ -171,7 +171,8 @@ def accuracy(runs: Sequence[RunSummary]) -> Any:
     if not runs:
         return dmc.Text("No run has been compared yet.", size="sm", c="dimmed")
     errors = 100 * np.abs([run.error for run in runs])
-    text = f"{len(errors)} runs: step time off by {errors.mean():.1f} % on average, {errors.max():.1f} % at worst."
+    off = f"step time off by {errors.mean():.1f} % on average, {errors.max():.1f} % at worst."
+    text = f"{len(errors)} run{'s' * (len(errors) > 1)}: {off}"
     return [dmc.Text(text, size="sm", mt="xs"), still(comparisons.accuracy(runs), "accuracy-chart")]
 
 

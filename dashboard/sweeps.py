@@ -224,6 +224,12 @@ def by_bandwidth(bandwidths: Sequence[float], predictions: Sequence[Prediction])
     return figure(*traces, height=340, x=x, y={"title": {"text": f"step time, {unit}"}, "rangemode": "tozero"})
 
 
+def _microbatch_axis(counts: Sequence[int]) -> dict[str, Any]:
+    """Doubling M is as far everywhere; the ticks are the counts that are there."""
+    marks = sorted(set(counts))
+    return {"title": {"text": "micro-batches M"}, "type": "log", "tickvals": marks, "ticktext": list(map(str, marks))}
+
+
 def bubble_by_microbatches(predictions: Sequence[Prediction]) -> go.Figure:
     """The bubble and its closed form against M."""
     counts = [prediction.plan.num_microbatches for prediction in predictions]
@@ -236,7 +242,7 @@ def bubble_by_microbatches(predictions: Sequence[Prediction]) -> go.Figure:
         for name, y, line in lines
     ]
     y = {"title": {"text": "bubble"}, "tickformat": ".0%", "rangemode": "tozero"}
-    return figure(*traces, height=340, x={"title": {"text": "micro-batches M"}, "type": "log"}, y=y)
+    return figure(*traces, height=340, x=_microbatch_axis(counts), y=y)
 
 
 def memory_by_microbatches(predictions: Sequence[Prediction], limit_bytes: float) -> go.Figure:
@@ -260,4 +266,4 @@ def memory_by_microbatches(predictions: Sequence[Prediction], limit_bytes: float
     counts = [prediction.plan.num_microbatches for prediction in predictions]
     traces.append(limit_line(limit_bytes, most, (min(counts), max(counts)), size))
     y = {"title": {"text": f"peak memory, {unit}"}, "rangemode": "tozero"}
-    return figure(*traces, height=340, x={"title": {"text": "micro-batches M"}, "type": "log"}, y=y)
+    return figure(*traces, height=340, x=_microbatch_axis(counts), y=y)

@@ -27,6 +27,10 @@ from gpipe_sim.step import Step
 PARTS = ("compute", "communication", "overhead", "unexplained")
 
 
+_TINY_BYTES = 2**16
+"""Where a model without sizes is rehearsed, a few empty tensors are no error of 100 %."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
     """A prediction and what was measured of the same plan; medians over steps, unless it says otherwise."""
@@ -61,7 +65,8 @@ class Comparison:
 
         step_time            predicted_s, measured_s (median over steps) and error, (predicted - measured) / measured
         bubble_fraction      predicted, measured (of the median step) and error, predicted - measured
-        peak_memory_bytes    predicted, measured (by the allocator) and error, (predicted - measured) / measured
+        peak_memory_bytes    predicted, measured (by the allocator) and error, (predicted - measured) / measured, of
+                             64 KiB at least
         busy_s               predicted and measured (of the median step) seconds in F, R and B
         attribution_s        part to its share of predicted - measured; they sum to its mean over steps
         measured_cv          standard deviation over mean of the measured steps
@@ -78,7 +83,9 @@ class Comparison:
             "peak_memory_bytes": {
                 "predicted": list(predicted.peak_memory_bytes),
                 "measured": list(peaks) if peaks else None,
-                "error": [(p - m) / max(m, 1) for p, m in zip(predicted.peak_memory_bytes, peaks, strict=True)]
+                "error": [
+                    (p - m) / max(m, _TINY_BYTES) for p, m in zip(predicted.peak_memory_bytes, peaks, strict=True)
+                ]
                 if peaks
                 else None,
             },

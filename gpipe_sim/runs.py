@@ -61,9 +61,12 @@ class Measured:
         )
         if self.links == "real":
             return f"{rehearsal}messages are whole, and pass the real links between the ranks."
+        slower = f"It ran {self.stretch:.4g} times slower; times are divided by that."
+        if self.stretch == 1:
+            slower = "It ran at the plan's own speed."
         return (
             f"{rehearsal}messages carry at most 64 KiB, and arrive when the plan's links would have delivered all of "
-            f"it. It ran {self.stretch:.4g} times slower; times are divided by that."
+            f"it. {slower}"
         )
 
 

@@ -331,6 +331,7 @@ def test_two_plans_are_pinned_and_stand_on_one_axis(page, server):
     )
     assert ranges[0] == ranges[1]
     expect(page.locator("#pinned-numbers")).to_contain_text(step_time("bubble", "plan.microbatches=8"))
+    expect(page.locator("#pinned-numbers tr", has_text="B against A")).to_contain_text("-20.5%")  # 210 after 264 ms
 
 
 # --- take it away ----------------------------------------------------------------------------------------------------

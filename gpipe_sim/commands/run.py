@@ -166,9 +166,8 @@ def _announce(plan: "Plan", settings: "Settings") -> None:
     if settings.links == "real":
         say(f"a rehearsal with whole messages over the links that are there: {seconds} a step by the plan's links")
     else:
-        say(
-            f"a rehearsal, {settings.stretch:.4g} times slower than the plan: {seconds} a step; times are divided by it"
-        )
+        slower = f", {settings.stretch:.4g} times slower than the plan: {seconds} a step; times are divided by it"
+        say("a rehearsal" + (slower if settings.stretch != 1 else f" at the plan's own speed: {seconds} a step"))
     for what in what_is_left_out(plan, settings.links):
         say(f"not rehearsed: {what}")
 
