@@ -48,13 +48,17 @@ bench: setup peers
 		echo "== all of it"; $(BIN)/python benchmarks/table.py $(ROWS); \
 		[ -z "$$failed" ] || { echo "a goal was missed in:$$failed"; exit 1; }
 
-# Engines to measure beside ours. Whatever they say they need, they get the torch that is there.
+# Engines and models to measure beside ours. Whatever they say they need, they get the torch that is there. DeepSpeed comes
+# as source, and looks for that torch while it is built.
 peers: $(VENV)/.peers
 
-$(VENV)/.peers: $(VENV)/.ready
-	@{ $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt \
-		torchgpipe fairscale llm-analysis fire termcolor && touch $@; } || \
+PEER := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt
+
+$(VENV)/.peers: $(VENV)/.ready Makefile
+	@{ $(PEER) torchgpipe fairscale llm-analysis fire termcolor && touch $@; } || \
 		echo "torchgpipe, fairscale and llm-analysis cannot be installed: the benchmarks will leave them out"
+	@{ $(PEER) einops hjson msgpack ninja psutil py-cpuinfo tqdm && DS_BUILD_OPS=0 $(PEER) --no-build-isolation deepspeed; } || \
+		echo "DeepSpeed cannot be installed: the benchmarks will leave it out"
 
 # Coverage-guided fuzzing of the readers, in an environment of its own: atheris is no dependency of the project.
 SECONDS_EACH ?= 60

@@ -198,6 +198,52 @@ def of_torch(task: Task, schedule: str) -> Step:
     return step
 
 
+def of_deepspeed(task: Task) -> Step:
+    """DeepSpeed's PipelineEngine. It knows one schedule, 1F1B, and its step ends with an optimizer's, which here keeps
+    the gradients and does nothing else; they are put back where DeepSpeed removed them."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Otherwise it asks MPI who it is.
+    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    deepspeed = importlib.import_module("deepspeed")
+    module = importlib.import_module("deepspeed.pipe").PipelineModule
+    kept: dict[nn.Parameter, torch.Tensor | None] = {}
+
+    class Keep(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            kept.update((parameter, parameter.grad) for parameter in self.param_groups[0]["params"])
+
+    class Cut(module):  # type: ignore[misc]
+        def _partition_layers(self, method: str) -> None:
+            """As the plan says, which none of DeepSpeed's own methods would."""
+            self.parts = [task.plan.stages[0].start, *(layers.stop for layers in task.plan.stages)]
+            self._set_bounds(*self.parts[task.rank : task.rank + 2])
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    pipe = Cut(
+        layers=list(task.layers),
+        num_stages=task.plan.num_stages,
+        loss_fn=task.loss,
+        activation_checkpoint_interval=0 if task.checkpoint == "never" else len(task.layers),
+        activation_checkpoint_func=partial(recomputing, use_reentrant=False),
+    )
+    samples, M = task.plan.scenario.batch, task.plan.num_microbatches
+    config = {
+        "train_batch_size": samples,
+        "train_micro_batch_size_per_gpu": samples // M,
+        "gradient_accumulation_steps": M,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=pipe, optimizer=Keep(pipe.parameters(), {"lr": 0.0}), config=config)
+
+    def step() -> torch.Tensor | None:
+        loss: torch.Tensor = engine.train_batch(iter(task.microbatches))
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+        return loss.detach()
+
+    return step
+
+
 def of_threads(task: Task, module: str, name: str) -> Step:
     """torchgpipe and its descendant in fairscale: one process, a thread for each device, and here there is one."""
     engine = getattr(importlib.import_module(module), name)
@@ -251,6 +297,7 @@ CONTENDERS = {
     OURS_1F1B: Contender(partial(ours, schedule="1f1b"), 2, 1),
     TORCH: Contender(partial(of_torch, schedule="gpipe"), 2, 1, all_or_nothing=True),
     "torch Schedule1F1B": Contender(partial(of_torch, schedule="1f1b"), 2, 1, all_or_nothing=True),
+    "DeepSpeed 1F1B": Contender(of_deepspeed, 2, 1, all_or_nothing=True),
     TORCHGPIPE: Contender(partial(of_threads, module="torchgpipe", name="GPipe"), 1, 2),
     "fairscale Pipe": Contender(partial(of_threads, module="fairscale.nn", name="Pipe"), 1, 2),
     ALONE: Contender(alone, 1, 1),

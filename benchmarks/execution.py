@@ -4,6 +4,7 @@ one run, with everything else that can do the same step.
 * *hand-written loop*: two processes, this model and nothing else, receives posted ahead; what an engine may cost.
 * *torch ScheduleGPipe* and *Schedule1F1B* of torch.distributed.pipelining. They cannot checkpoint all but the last
   micro-batch, so that beside `except_last` they checkpoint `always`, one micro-batch more.
+* *DeepSpeed 1F1B*: its PipelineEngine, the only schedule it has, on gloo. It checkpoints as torch does.
 * *torchgpipe* and *fairscale Pipe*: one process. They have a thread for each device; stages on the CPU share one.
 * *one process* with one and with two threads: a micro-batch after the other, nothing recomputed.
 
