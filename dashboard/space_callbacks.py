@@ -47,7 +47,7 @@ def _register_charts(app: dash.Dash, library: Library, tasks: Tasks) -> None:
         state = state_of(query)
         task = tasks.ask(token, "space", state.question, lambda task: around(state, library, task))
         if not task.ended.is_set():
-            share = f"{task.done} of {task.total} steps" if task.total else "beginning"
+            share = f"{task.done:.0f} of {task.total} steps" if task.total else "beginning"
             percent = 100 * task.done / task.total if task.total else 0.0
             return [no_update] * 7 + [progress(f"Predicting the plans around this one: {share}", percent), False]
         try:
@@ -138,7 +138,7 @@ def _register_search(app: dash.Dash, library: Library, tasks: Tasks) -> None:
             return dmc.Text("The scenario has changed since: search again.", size="sm", c="dimmed", mt="xs"), True
         task = tasks.ask(token, "search", key, lambda task: advise(open_space(state, library), task.advance))
         if not task.ended.is_set():
-            text = f"Searching: {task.done} questions answered, {task.seconds:.1f} s"
+            text = f"Searching: {task.done:.0f} questions answered, {task.seconds:.1f} s"
             return progress(text, None), False
         try:
             return _advice(task.value(), state), True

@@ -237,7 +237,10 @@ def _as_yaml(value: Any) -> str:
 
 
 def explore(
-    state: State, library: Library, grid: Mapping[str, Sequence[object]], advance: Callable[[], None] = lambda: None
+    state: State,
+    library: Library,
+    grid: Mapping[str, Sequence[object]],
+    advance: Callable[[float], None] = lambda _: None,
 ) -> list[Prediction]:
     """The state with every combination of these values; combinations that make no plan are left out.
 
@@ -246,7 +249,7 @@ def explore(
     plans = []
     for plan in _plans(settled(state, library), library, grid):
         plans.append(plan)
-        advance()
+        advance(1)
     return list(predict_all(plans, advance=advance))
 
 

@@ -34,18 +34,18 @@ class Task:
     """What it was asked for."""
     total: int | None = None
     """Advances until it is done, where that is known."""
-    done: int = 0
+    done: float = 0
     result: Any = None
     error: Exception | None = None
     began_s: float = field(default_factory=monotonic)
     ended: Event = field(default_factory=Event)
     superseded: Event = field(default_factory=Event)
 
-    def advance(self) -> None:
-        """One thing more is done."""
+    def advance(self, share: float = 1) -> None:
+        """One thing more is done, or a share of it."""
         if self.superseded.is_set():
             raise SupersededError
-        self.done += 1
+        self.done += share
 
     def value(self) -> Any:
         """What came out of it, or the error in which it ended."""

@@ -161,20 +161,27 @@ class Prediction:
         return result
 
 
-def predict(plan: Plan, *, keep_step: bool = False, advance: Callable[[], None] = lambda: None) -> Prediction:
-    """Simulate the plan, once or, with jitter, once for each sample; `advance` is called after each."""
-    step = simulate(plan)
+def predict(plan: Plan, *, keep_step: bool = False, advance: Callable[[float], None] = lambda _: None) -> Prediction:
+    """Simulate the plan and its counterfactuals and, with jitter, each sample.
+
+    `advance` is called with shares of this work, which sum to 1; with jitter they sum to 1 for each sample.
+    """
+    others, jitter = counterfactuals(plan), plan.scenario.cluster.jitter
+
+    def part(share: float) -> None:
+        if jitter is None:
+            advance(share / (1 + len(others)))
+
+    step = simulate(plan, advance=part)
     nominal = step_metrics(step)
-    if plan.scenario.cluster.jitter is None:
-        advance()
     without_s = {
-        effects: metrics.pipeline_time_s(simulate(plan, effects=effects, memory=False))
-        for effects in counterfactuals(plan)
+        effects: metrics.pipeline_time_s(simulate(plan, effects=effects, memory=False, advance=part))
+        for effects in others
     }
     samples = []
     for sample in _samples(plan):
         samples.append(step_metrics(simulate(plan, sample=sample)))
-        advance()
+        advance(1)
     return _prediction(plan, nominal, samples, without_s, step if keep_step else None)
 
 
@@ -183,12 +190,12 @@ def predict_all(
     *,
     fast: bool | None = None,
     keep_steps: bool = False,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[float], None] = lambda _: None,
 ) -> Iterator[Prediction]:
     """The predictions of many plans, in their order: those in which nothing is shared are evaluated together.
 
     `fast` insists that all of them be evaluated, or simulated. `keep_steps` keeps the timelines of
-    those that are simulated. `advance` is called for each plan or jitter sample.
+    those that are simulated. `advance` is called with shares that sum to 1 for each plan or jitter sample.
     """
     for first in range(0, len(plans), _TOGETHER):
         some = plans[first : first + _TOGETHER]
@@ -207,7 +214,7 @@ def _worth_evaluating(plans: Sequence[Plan]) -> list[bool]:
     return [work[shape] >= _MANY and obstacle(plan) is None for plan, shape in zip(plans, shapes, strict=True)]
 
 
-def _evaluate_all(plans: Sequence[Plan], advance: Callable[[], None]) -> Iterator[Prediction]:
+def _evaluate_all(plans: Sequence[Plan], advance: Callable[[float], None]) -> Iterator[Prediction]:
     nominal = evaluate(plans)
     without_s: dict[Plan, dict[Effects, float]] = {plan: {} for plan in plans}
     for effects in {effects for plan in plans for effects in counterfactuals(plan)}:
@@ -216,8 +223,7 @@ def _evaluate_all(plans: Sequence[Plan], advance: Callable[[], None]) -> Iterato
             without_s[plan][effects] = found.pipeline_time_s
     for plan, found in zip(plans, nominal, strict=True):
         samples = evaluate_samples(plan, _samples(plan))
-        for _ in samples or [found]:
-            advance()
+        advance(len(samples) or 1)
         yield _prediction(plan, found, samples, without_s[plan], None)
 
 

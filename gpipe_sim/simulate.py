@@ -5,13 +5,15 @@ between them. Ranks that are pinned to the same core proceed at fair rates (`fai
 """
 
 from array import array
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 from simpy import Environment, Event
+from simpy.core import EmptySchedule
 
 from gpipe_sim.fairshare import FairShare
 from gpipe_sim.jitter import jitter_factors
@@ -53,6 +55,10 @@ class Replay:
     """Seconds between being ready for each action and its start, instead of the engine's overhead."""
 
 
+_EVENTS = 50_000
+"""Between two calls of `advance`: a fraction of a second."""
+
+
 class DeadlockError(RuntimeError):
     """The schedule cannot finish; the message names who waits for what."""
 
@@ -65,19 +71,20 @@ def simulate(
     actions: Sequence[Sequence[Action]] | None = None,
     replay: Replay | None = None,
     memory: bool = True,
+    advance: Callable[[float], None] = lambda _: None,
 ) -> Step:
     """Predict one step of the plan.
 
     `sample` draws that sample of the scenario's jitter; without it, compute times are the profile's. `actions` replaces
     the plan's own schedule, rank by rank, by the same actions in another order. `replay` puts measured figures in the
-    place of modelled ones.
+    place of modelled ones. `advance` is called with shares of the actions as they are simulated, which sum to 1.
     """
     if actions is not None and list(map(set, actions)) != list(map(set, rank_actions(plan))):
         raise ValueError("the action lists have other actions than the plan, expected its own in another order")
     if replay is not None:
         effects = replace(effects, sharing=False)
     lists = rank_actions(plan) if actions is None else tuple(map(ActionList.of, actions))
-    timelines = _Simulation(plan, effects, sample, lists, replay or Replay()).run()
+    timelines = _Simulation(plan, effects, sample, lists, replay or Replay()).run(advance)
     return Step(ranks=timelines, memory=memory_curves(plan, timelines) if memory else ())
 
 
@@ -120,17 +127,28 @@ class _Simulation:
         self.waits: dict[int, str] = {}
         """Rank -> what it is waiting for, while it is waiting."""
 
-    def run(self) -> tuple[RankTimeline, ...]:
+    def run(self, advance: Callable[[float], None]) -> tuple[RankTimeline, ...]:
         self.programs = [self._program(actions) for actions in self.actions]
         self.starts = [array("d") for _ in self.programs]
         self.ends = [array("d") for _ in self.programs]
         processes = [self.env.process(self._rank(position)) for position in range(len(self.programs))]
-        self.env.run()
+        self._run_events(advance)
         stuck = [position for position, process in enumerate(processes) if process.is_alive]
         if stuck:
             reasons = [f"rank {self.plan.ranks[position]} {self.waits[position]}" for position in stuck]
             raise DeadlockError("the schedule cannot finish: " + "; ".join(reasons))
         return tuple(self._timeline(position) for position in range(len(self.programs)))
+
+    def _run_events(self, advance: Callable[[float], None]) -> None:
+        """All of them, telling after some how many of the actions have ended."""
+        total, done, step = sum(map(len, self.actions)), 0, self.env.step
+        with suppress(EmptySchedule):
+            while True:
+                for _ in range(_EVENTS):
+                    step()
+                before, done = done, sum(map(len, self.ends))
+                advance((done - before) / total)
+        advance(1 - done / total)
 
     def _rank(self, position: int) -> Generator[Event, None, None]:
         """A rank: wait for the input, compute, send the result on."""

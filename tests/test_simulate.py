@@ -464,3 +464,12 @@ def test_blocking_sends_to_a_rank_that_takes_them_in_another_order_are_a_deadloc
     with pytest.raises(DeadlockError) as error:
         simulate(made, actions=(first, (f1, f0, f2, *rest)))
     assert "rank 0 is held sending the output of stage 0 of micro-batch 0" in str(error.value)
+
+
+@pytest.mark.parametrize(("K", "M"), [(4, 8), (16, 2048)])
+def test_a_long_simulation_tells_how_far_it_is_until_all_is_done(K, M):
+    shares: list[float] = []
+    simulate(equal_stages(K, M), memory=False, advance=shares.append)
+    assert sum(shares) == pytest.approx(1)
+    assert all(share >= 0 for share in shares)
+    assert (len(shares) > 1) == (M == 2048)

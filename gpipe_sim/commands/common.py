@@ -23,12 +23,14 @@ Overrides = Annotated[
 
 
 @contextmanager
-def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar on standard error if there is more than one thing to wait for; a line where nobody sees it move."""
-    if total < 2 or not sys.stderr.isatty():
-        if total > 1 and not quiet:
+def progress(what: str, total: int, *, quiet: bool = False, long: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on standard error if there is more than one thing to wait for, or one that is long; a line where nobody
+    sees it move. What it gives is called when a thing is done, or with the share of one that is."""
+    long |= total > 1
+    if not long or not sys.stderr.isatty():
+        if long and not quiet:
             say(what)
-        yield lambda: None
+        yield lambda _=1.0: None
         return
     from rich.progress import Progress
 
@@ -36,7 +38,7 @@ def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable
 
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
+        yield lambda share=1.0: progress.advance(task, share)
 
 
 def write_report(path: Path, predictions: "Sequence[Prediction]", title: str) -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from gpipe_sim.predict import Prediction
 
 
+_MANY_ACTIONS = 50_000
+"""From this many on, it takes so long to simulate a single plan that a bar shows how far it is."""
+
+
 class Engine(StrEnum):
     """How a step is predicted."""
 
@@ -121,7 +125,8 @@ def predict_plans(questions: Sequence[Question], engine: Engine | None = None) -
     answers: list[Answer] = [(name, []) for name, _ in questions]
     total = sum(jitter.samples if (jitter := plan.scenario.cluster.jitter) else 1 for plan in plans)
     try:
-        with progress(f"simulating {len(plans)} plan{'s' * (len(plans) > 1)}", total) as advance:
+        long = any(2 * plan.num_stages * plan.num_microbatches >= _MANY_ACTIONS for plan in plans)
+        with progress(f"simulating {len(plans)} plan{'s' * (len(plans) > 1)}", total, long=long) as advance:
             for (_, done), (_, found) in zip(answers, questions, strict=True):
                 if len(plans) == 1 and engine is not Engine.FAST:
                     done.append(predict(found[0], keep_step=True, advance=advance))
