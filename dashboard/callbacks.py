@@ -17,11 +17,10 @@ from dashboard import controls, figures, form, ids, knobs
 from dashboard.layout import DEFAULT
 from dashboard.report import assumptions, key_numbers
 from dashboard.state import Library, State, command, current, on_screen, points, settled, text_of
+from dashboard.style import NOTHING
 from gpipe_sim.explain import critical_path
 from gpipe_sim.files import InputError, Problem
 
-NOTHING = go.Figure(layout={"height": 220, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"})
-"""Where there is no plan to draw."""
 _NUMBERS = (ids.STAGES, ids.MICROBATCHES, ids.BATCH, ids.DEVICE)
 _SEGMENTS = (ids.CHECKPOINT, ids.RECOMPUTE, ids.SCHEDULE)
 

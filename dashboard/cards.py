@@ -8,12 +8,12 @@ import dash_mantine_components as dmc
 import plotly.graph_objects as go
 from dash import dcc, html
 
-from dashboard.style import graph_config
+from dashboard.style import NOTHING, graph_config
 
 
 def graph(name: str, about: str) -> html.Div:
     """A chart that callbacks fill; `about` is what a screen reader says of it."""
-    chart = dcc.Graph(id=name, config=graph_config(), responsive=True, style={"minHeight": 220})
+    chart = dcc.Graph(figure=NOTHING, id=name, config=graph_config(), responsive=True, style={"minHeight": 220})
     loading = dcc.Loading(chart, delay_show=250, overlay_style={"visibility": "visible", "opacity": 0.5}, type="dot")
     label: Any = {"aria-label": about}
     return html.Div(loading, role="group", **label)

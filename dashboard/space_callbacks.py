@@ -9,10 +9,11 @@ from dash import Input, Output, ctx, dcc, no_update
 from dash import State as Given
 
 from dashboard import ids, knobs, sweeps
-from dashboard.callbacks import NOTHING, problem_list, state_of
+from dashboard.callbacks import problem_list, state_of
 from dashboard.cards import columns, progress
 from dashboard.space import BANDWIDTHS, Around, around, table_row, with_choice
 from dashboard.state import Library, cluster_of, current, open_space, settled, with_plan
+from dashboard.style import NOTHING
 from dashboard.tasks import SupersededError, Tasks
 from gpipe_sim.advise import Advice, advise
 from gpipe_sim.files import InputError

@@ -59,6 +59,10 @@ def figure(*traces: Any, height: int, x: Mapping[str, Any], y: Mapping[str, Any]
     )
 
 
+NOTHING = figure(height=220, x={"visible": False}, y={"visible": False})
+"""Where there is no plan to draw, or not yet: as empty on a dark page as on a light one."""
+
+
 def time_unit(longest_s: float) -> tuple[float, str]:
     """The unit in which the longest time is at least one: its size in seconds, and its name."""
     return next(((size, unit) for size, unit in ((1.0, "s"), (1e-3, "ms")) if longest_s >= size), (1e-6, "us"))
