@@ -373,7 +373,15 @@ def yaml_text(data: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file whole: whoever reads it sees the old text or the new, never a half."""
+    """Replace the file whole: whoever reads it sees the old text or the new, never a half.
+
+    What a link points to is replaced, not the link; what is no file, such as ``/dev/stdout``, is written to.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
