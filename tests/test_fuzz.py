@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from plans import layers, plan
 
 from gpipe_sim import limits
+from gpipe_sim.advise import advise, remedies, sensitivities
 from gpipe_sim.files import Document, InputError, parse_json, parse_yaml, read_text
 from gpipe_sim.jitter import jitter_factors
 from gpipe_sim.pipedream import import_pipedream
@@ -411,3 +412,27 @@ def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
 @given(extreme_plans())
 def test_any_valid_plan_is_explained_in_finite_numbers(made):
     use(made)
+
+
+@pytest.mark.search
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(extreme_plans(), scales, st.booleans())
+def test_any_valid_scenario_is_planned_in_a_bounded_number_of_questions(made, memory, enumerates):
+    """With the plan left open, except that no NIC and no core is shared: that is slow, and searched in the same way."""
+    data = made.scenario.document.data
+    cluster = data["cluster"] | {"nodes": 1, "devices_per_node": min(3, made.num_stages), "cores": 3, "slowdown": {}}
+    cluster |= {"device": {"memory": f"{memory!r} B"}}
+    choices = {"window": data["plan"]["window"]} | ({} if enumerates else {"microbatches": made.num_microbatches})
+    space = space_of(list(parse_scenario(Document("s.yaml", data | {"cluster": cluster, "plan": choices}))))
+    questions = itertools.count(1)
+
+    def advance() -> None:
+        assert next(questions) < 1000, "the search goes on and on"
+
+    with pytest.MonkeyPatch.context() as patched:
+        if not enumerates:
+            patched.setattr("gpipe_sim.search.ENUMERATED", -1)
+        advice = advise(space, advance)
+    sentences = [advice.reason, *(sensitivities(advice) if advice.fits else remedies(space, advice.recommended))]
+    assert not any("nan" in sentence for sentence in sentences)
+    use(advice.recommended.plan)
