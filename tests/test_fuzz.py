@@ -247,7 +247,7 @@ def test_a_search_over_a_huge_batch_has_few_candidates():
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (b'path: "a\\0b"', "there is no file"),
+        (b'path: "a\\0b"', r"path: has the control character '\\x00', expected text that can be printed"),
         (b"path: " + b"x" * 5000, "there is no file"),
         (b'path: "\\ud800"', "half of a surrogate pair"),
     ],
@@ -278,7 +278,21 @@ def test_a_plan_file_that_contradicts_itself_is_told(old, new, message, folder):
         load_plan(folder / "plan.yaml")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 10_000, '["\\ud800"]', '{"\\udfff": 1}'])
+@pytest.mark.parametrize("text", [r'"\e[2J"', r'"a\rb"', r'"\x7f"', r'"\x9b2J"', r'"\b"'])
+def test_what_a_terminal_would_obey_is_refused_in_names_and_in_keys(text):
+    for content in (f"name: {text}\n", f"{text}: 1\n", f"plan: {{stages: [{text}]}}"):
+        with pytest.raises(InputError, match=r"^s\.yaml:1: [\w.: ]*has the control character '\\[xr]"):
+            parse_yaml(content, "s.yaml")
+
+
+def test_lines_and_tabs_are_text():
+    text = parse_yaml('name: "é\\t\\n漢"\r\nprofile: |\r\n  {}\r\n  {}\r\n', "s.yaml").data
+    assert text == {"name": "é\t\n漢", "profile": "{}\n{}\n"}
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "9" * 10_000, r'["\ud800"]', r'{"\udfff": 1}', r'["\u001b[2J"]', '["\x9b2J"]', r'{"\f": 1}']
+)
 def test_json_that_cannot_be_used_is_told(text):
     with pytest.raises(InputError, match=r"f\.json"):
         parse_json(text, "f.json")
