@@ -8,8 +8,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _prepare_output() -> None:
     """Have both streams, even if whoever started us has closed them; print ``?`` for what a terminal cannot show."""
-    sys.stdout, sys.stderr = (stream or Path(os.devnull).open("w") for stream in (sys.stdout, sys.stderr))
+    nowhere = partial(open, os.devnull, "w")
+    sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
