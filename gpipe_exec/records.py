@@ -16,7 +16,7 @@ import numpy as np
 
 from gpipe_exec.allocator import Trace
 from gpipe_exec.recorder import StepRecord
-from gpipe_sim.files import write_text
+from gpipe_sim.files import parse_json, write_text
 from gpipe_sim.metrics import step_time_s
 from gpipe_sim.plan import Plan
 from gpipe_sim.profile import Array
@@ -68,7 +68,7 @@ def load_record(run: Path, rank: int) -> RankRecord | None:
     """What a rank has left so far."""
     if not _file(run, rank).is_file():
         return None
-    data: dict[str, Any] = json.loads(_file(run, rank).read_text())
+    data: dict[str, Any] = parse_json(_file(run, rank).read_text(), str(_file(run, rank))).data
     if data["memory"]:
         memory = data["memory"]
         step, trace = StepRecord(**memory["step"]), Trace(**memory["trace"])

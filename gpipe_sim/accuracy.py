@@ -8,15 +8,14 @@ predicted and measured step times: 1 if the predictions put the runs in the orde
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from gpipe_sim.files import parse_json
 from gpipe_sim.profile import Array
-from gpipe_sim.runs import RunSummary, summaries
+from gpipe_sim.runs import RunSummary, parse_summary, summaries
 
 RECORD = "accuracy.jsonl"
 
@@ -50,18 +49,8 @@ def recorded(runs: Path) -> list[RunSummary]:
 def _parsed(line: str) -> RunSummary | None:
     """A line of the record; None if it is something else, such as one that was cut off with the power."""
     try:
-        data: dict[str, Any] = json.loads(line)
-        peaks = data["memory_errors"]
-        return RunSummary(
-            **{field.name: data[field.name] for field in fields(RunSummary)}
-            | {
-                "utc": datetime.fromisoformat(data["utc"]) if data["utc"] else None,
-                "memory_errors": tuple(map(float, peaks)) if peaks is not None else None,
-                "error": float(data["error"]),
-                "bubble_error": float(data["bubble_error"]),
-            }
-        )
-    except (ValueError, KeyError, TypeError):
+        return parse_summary(parse_json(line, RECORD).data)
+    except ValueError:
         return None
 
 

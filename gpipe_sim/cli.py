@@ -4,9 +4,11 @@ Exit status: 0 done; 1 it ran and failed; 2 the input is wrong; 3 no plan fits i
 imports what it needs when it runs, so that `gpipe simulate` starts quickly.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated
 
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every expected failure ends here as a message and an exit status."""
     from gpipe_sim.simulate import DeadlockError
 
+    _prepare_output()
     try:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="gpipe")
@@ -53,8 +56,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("gpipe: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         sys.exit(0)
+    except SystemExit as exit_:
+        if not isinstance(exit_.__context__, BrokenPipeError):
+            raise
+        _forget_output()  # the same, noticed by typer or rich, which call it a failure
+        sys.exit(0)
+    except OSError as error:  # what the system refuses: a folder that may not be written, a disk that is full
+        if place := error.filename2 or error.filename:
+            print(f"{place}: cannot be used: {error.strerror}", file=sys.stderr)
+            sys.exit(2)
+        _forget_output()
+        print(f"gpipe: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _prepare_output() -> None:
+    """Have both streams, even if whoever started us has closed them; print ``?`` for what a terminal cannot show."""
+    nowhere = partial(open, os.devnull, "w")
+    sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _forget_output() -> None:
+    """Let nothing more be written to a standard output that takes no more, or Python tries and complains at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main_simulate() -> None:

@@ -237,14 +237,25 @@ def _plain(node: Any, path: FieldPath, document: Document) -> Any:
     for plain in (bool, int, float, str):  # ruamel's scalars are subclasses that remember how they were written
         if isinstance(node, plain):
             value = plain(node)
-            if isinstance(value, str) and _HALF.search(value):
-                raise InputError([document.problem(path, "has half of a surrogate pair, expected text in UTF-8")])
+            if isinstance(value, str) and (wrong := _unprintable(value)):
+                raise InputError([document.problem(path, wrong)])
             return value
     return node
 
 
-_HALF = re.compile("[\ud800-\udfff]")
-"""What an escape such as ``"\\ud800"`` makes: no character by itself, and nothing that could be written again."""
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""What an escape such as ``"\\e"`` or ``"\\ud800"`` makes: commands to a terminal, which could clear it or write
+over it, and halves of characters, which cannot be written again."""
+
+
+def _unprintable(text: str) -> str | None:
+    """What is wrong with a text that could not be shown as it is."""
+    found = _UNPRINTABLE.search(text)
+    if found is None:
+        return None
+    if found[0] >= "\ud800":
+        return "has half of a surrogate pair, expected text in UTF-8"
+    return f"has the control character {found[0]!r}, expected text that can be printed"
 
 
 def read_yaml(path: Path) -> Document:
@@ -258,7 +269,7 @@ def read_json(path: Path) -> Document:
 
 
 def parse_json(text: str, file: str) -> Document:
-    """JSON that is neither too deep nor has text that could not be written again."""
+    """JSON that is neither too deep nor has text that could not be shown or written again."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -266,22 +277,23 @@ def parse_json(text: str, file: str) -> Document:
     except (ValueError, RecursionError) as error:
         problem = "nested too deep" if isinstance(error, RecursionError) else shortened(error)
         raise InputError([Problem(f"{file}:1", "", f"not JSON that can be read: {problem}")]) from error
-    if _HALF_ESCAPED.search(text):  # rare, and slow to be sure about
-        _refuse_halves(data, (), Document(file, data))
+    if _ESCAPED.search(text):  # rare, and slow to be sure about
+        _refuse_unprintable(data, (), Document(file, data))
     return Document(file, data)
 
 
-_HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPED = re.compile(r"\\u(?:[dD][89a-fA-F]|00[01789])|\\[bfr]|[\x7f-\x9f]")
+"""How JSON may write them."""
 
 
-def _refuse_halves(node: Any, path: FieldPath, document: Document) -> None:
+def _refuse_unprintable(node: Any, path: FieldPath, document: Document) -> None:
     if len(path) > limits.JSON_DEPTH:
         raise InputError([document.problem((), f"nested more than {limits.JSON_DEPTH} levels deep, expected fewer")])
-    if isinstance(node, str) and _HALF.search(node):
-        raise InputError([document.problem(path, "has half of a surrogate pair, expected text in UTF-8")])
+    if isinstance(node, str) and (wrong := _unprintable(node)):
+        raise InputError([document.problem(path, wrong)])
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        _refuse_halves(key, path, document)
-        _refuse_halves(value, (*path, key), document)
+        _refuse_unprintable(key, path, document)
+        _refuse_unprintable(value, (*path, key), document)
 
 
 class Strict(BaseModel):
@@ -373,7 +385,18 @@ def yaml_text(data: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file whole: whoever reads it sees the old text or the new, never a half."""
+    """Replace the file whole: whoever reads it sees the old text or the new, never a half.
+
+    What a link points to is replaced, not the link. What is no file, such as ``/dev/stdout``, is written to; a pipe
+    that nobody reads is an `OSError`, and not waited at.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(handle, True)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gpipe_sim.files import Document, InputError, Problem, Strict, problems_of, read_json, write_text
 from gpipe_sim.limits import AMOUNT
@@ -162,11 +162,16 @@ def save_measured(measured: Measured, path: Path) -> None:
 
 def load_run(directory: Path) -> tuple[Plan, Measured]:
     """The plan of a run directory and what was measured of it."""
-    for name in ("plan.yaml", "measured.json"):
-        if not (directory / name).is_file():
-            raise InputError([Problem(str(directory), name, "is missing, expected the directory of a finished run")])
+    _need_files(directory, "plan.yaml", "measured.json")
     plan = load_plan(directory / "plan.yaml")
     return plan, parse_measured(read_json(directory / "measured.json"), plan)
+
+
+def _need_files(directory: Path, *names: str) -> None:
+    """Refuse a directory that lacks one of them, or has a pipe there, at which a reader would wait forever."""
+    for name in names:
+        if not (directory / name).is_file():
+            raise InputError([Problem(str(directory), name, "is missing, expected the directory of a finished run")])
 
 
 def parse_measured(document: Document, plan: Plan) -> Measured:
@@ -251,9 +256,11 @@ def _array(values: Sequence[float | None]) -> Any:
 class RunSummary:
     """One compared run in a line; errors are (predicted - measured) / measured, that of the bubble is in points."""
 
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
+
     name: str
     """Of its directory."""
-    utc: datetime | None
+    utc: AwareDatetime | None
     """When it was started, as the directory's name says."""
     device: str
     schedule: str
@@ -270,36 +277,47 @@ class RunSummary:
     """Of each rank's peak; None where it was not measured."""
 
 
+_SUMMARY = TypeAdapter(RunSummary)
+
+
+def parse_summary(data: object) -> RunSummary:
+    """A summary of numbers that are some, from a file that may say anything; a ValueError if it does."""
+    return _SUMMARY.validate_python(data)
+
+
 def summaries(runs: Path) -> list[RunSummary]:
     """Every compared run in a folder that can be read, oldest first."""
     found = []
     for path in sorted(runs.glob("*/compare.json")):
         try:
             found.append(summary_of(path.parent))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # someone else's file
+        except (OSError, ValueError, LookupError, TypeError):  # someone else's file
             continue
     return found
 
 
 def summary_of(directory: Path) -> RunSummary:
     """Of a run that has been compared."""
-    compared = json.loads((directory / "compare.json").read_text())
+    place = "environment.json" if (directory / "environment.json").is_file() else "measured.json"
+    _need_files(directory, "compare.json", "plan.yaml", place)
+    compared = read_json(directory / "compare.json").data
     plan = load_plan(directory / "plan.yaml")
-    place = directory / "environment.json"
-    device = json.loads((place if place.is_file() else directory / "measured.json").read_text())["device"]
+    device = read_json(directory / place).data["device"]
     time, peaks = compared["step_time"], compared["peak_memory_bytes"]["error"]
     began = re.match(r"\d{8}T\d{6}Z", directory.name)
-    return RunSummary(
-        name=directory.name,
-        utc=datetime.strptime(began[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC) if began else None,
-        device=str(device),
-        schedule=plan.schedule,
-        checkpoint=plan.checkpoint[0] if len(set(plan.checkpoint)) == 1 else "per stage",
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        predicted_s=float(time["predicted_s"]),
-        measured_s=float(time["measured_s"]),
-        error=float(time["error"]),
-        bubble_error=float(compared["bubble_fraction"]["error"]),
-        memory_errors=tuple(map(float, peaks)) if peaks is not None else None,
+    return parse_summary(
+        {
+            "name": directory.name,
+            "utc": datetime.strptime(began[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC) if began else None,
+            "device": device,
+            "schedule": plan.schedule,
+            "checkpoint": plan.checkpoint[0] if len(set(plan.checkpoint)) == 1 else "per stage",
+            "num_stages": plan.num_stages,
+            "num_microbatches": plan.num_microbatches,
+            "predicted_s": time["predicted_s"],
+            "measured_s": time["measured_s"],
+            "error": time["error"],
+            "bubble_error": compared["bubble_fraction"]["error"],
+            "memory_errors": peaks,
+        }
     )

@@ -151,7 +151,7 @@ def search(space: Space, advance: Callable[[], None] = lambda: None) -> list[Can
             middle = float(np.sqrt(too_little * enough))
             nearer = fastest_within(middle)
             too_little, enough = (middle, enough) if nearer is None else (too_little, float(nearer.peak_bytes))
-    while found is not None:
+    while found is not None and found.peak_bytes > 0:  # layers without bytes take nothing, and less there is not
         found = fastest_within(found.peak_bytes * _LESS_MEMORY)
     searcher.polish(limit)
     return sorted(searcher.found.values(), key=lambda c: (c.step_time_s, c.peak_bytes))

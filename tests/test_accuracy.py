@@ -46,6 +46,23 @@ def test_a_record_gives_back_what_was_added_to_it_and_skips_what_is_no_run(tmp_p
     assert recorded(tmp_path) == [RUN, SLOWER]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"name": []}, {"device": None}, {"schedule": {}}, {"checkpoint": "\x1b[2J"}, {"device": "\ud800"}),
+        *({"error": float("nan")}, {"error": 1e400}, {"error": 10**400}, {"predicted_s": "x"}, {"measured_s": None}),
+        *({"utc": "0001-01-01T00:00:00"}, {"memory_errors": {}}, {"memory_errors": [None]}, {"num_stages": 1.5}),
+    ],
+    ids=repr,
+)
+def test_a_line_that_says_what_no_run_can_is_skipped(tmp_path, change):
+    record(tmp_path, RUN)
+    line = json.loads((tmp_path / RECORD).read_text()) | {"name": "other"} | change
+    with open(tmp_path / RECORD, "a") as file:
+        file.write(json.dumps(line) + "\n" + "[" * 100_000 + "\n")
+    assert recorded(tmp_path) == [RUN]
+
+
 def test_a_run_that_is_recorded_twice_counts_once_as_it_was_last(tmp_path):
     record(tmp_path, RUN)
     record(tmp_path, replace(RUN, error=0.2))

@@ -222,6 +222,19 @@ def test_a_file_that_cannot_be_written_is_a_message(capsys, small, tmp_path):
         assert "cannot be written" in err
 
 
+def test_a_link_stays_where_a_file_is_written_and_what_is_no_file_is_written_to(capsys, small, tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK), "rb") as pipe:
+        for name in ("link", "pipe"):
+            run(capsys, "export", small, "--to", "megatron", "--out", tmp_path / name)
+        assert pipe.read(10_000) == (tmp_path / "file").read_bytes() != b"old"
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link", "pipe", small.name}
+
+
 def test_catalog_lists_names_figures_and_sources(capsys):
     status, out, _ = run(capsys, "catalog")
     assert status == 0
@@ -270,6 +283,39 @@ def test_output_can_be_piped_to_a_reader_that_stops(small):
     assert done.stdout.strip() == "small"
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_a_reader_that_stops_is_no_failure_however_much_there_is_to_say(small):
+    """More than a pipe holds: typer notices before we do, and would exit with 1."""
+    many = str([8] * 300).replace(" ", "")
+    command = f"{BIN / 'gpipe'} simulate {small} --json --set plan.microbatches={many} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "gpipe: simulating 300 plans\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "told"),
+    [(">/dev/full", 1, "gpipe: No space left on device\n"), (">&-", 0, ""), ("2>&-", 0, ""), (">&- 2>&-", 0, "")],
+)
+def test_output_that_nobody_takes_is_no_traceback(small, how, status, told):
+    command = f"{BIN / 'gpipe'} simulate {small} {how}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, told)
+
+
+def test_a_terminal_that_knows_only_ascii_is_shown_what_it_can(small):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([BIN / "gpipe", "simulate", small], capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"rank 1 |?" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["compare"], ["accuracy", "--runs"]])
+def test_what_the_system_refuses_is_a_message(capsys, tmp_path, command):
+    status, _, err = run(capsys, *command, tmp_path / ("x" * 300))
+    assert status == 2
+    assert err.startswith(str(tmp_path))
+    assert err.endswith(": cannot be used: File name too long\n")
 
 
 def test_an_interrupted_sweep_keeps_what_is_finished(small):

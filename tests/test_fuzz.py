@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from plans import layers, plan
 
 from gpipe_sim import limits
+from gpipe_sim.advise import advise, remedies, sensitivities
 from gpipe_sim.files import Document, InputError, parse_json, parse_yaml, read_text
 from gpipe_sim.jitter import jitter_factors
 from gpipe_sim.pipedream import import_pipedream
@@ -246,7 +247,7 @@ def test_a_search_over_a_huge_batch_has_few_candidates():
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (b'path: "a\\0b"', "there is no file"),
+        (b'path: "a\\0b"', r"path: has the control character '\\x00', expected text that can be printed"),
         (b"path: " + b"x" * 5000, "there is no file"),
         (b'path: "\\ud800"', "half of a surrogate pair"),
     ],
@@ -277,7 +278,21 @@ def test_a_plan_file_that_contradicts_itself_is_told(old, new, message, folder):
         load_plan(folder / "plan.yaml")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 10_000, '["\\ud800"]', '{"\\udfff": 1}'])
+@pytest.mark.parametrize("text", [r'"\e[2J"', r'"a\rb"', r'"\x7f"', r'"\x9b2J"', r'"\b"'])
+def test_what_a_terminal_would_obey_is_refused_in_names_and_in_keys(text):
+    for content in (f"name: {text}\n", f"{text}: 1\n", f"plan: {{stages: [{text}]}}"):
+        with pytest.raises(InputError, match=r"^s\.yaml:1: [\w.: ]*has the control character '\\[xr]"):
+            parse_yaml(content, "s.yaml")
+
+
+def test_lines_and_tabs_are_text():
+    text = parse_yaml('name: "é\\t\\n漢"\r\nprofile: |\r\n  {}\r\n  {}\r\n', "s.yaml").data
+    assert text == {"name": "é\t\n漢", "profile": "{}\n{}\n"}
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "9" * 10_000, r'["\ud800"]', r'{"\udfff": 1}', r'["\u001b[2J"]', '["\x9b2J"]', r'{"\f": 1}']
+)
 def test_json_that_cannot_be_used_is_told(text):
     with pytest.raises(InputError, match=r"f\.json"):
         parse_json(text, "f.json")
@@ -411,3 +426,27 @@ def test_any_valid_plan_ends_and_conserves_work_and_memory(made):
 @given(extreme_plans())
 def test_any_valid_plan_is_explained_in_finite_numbers(made):
     use(made)
+
+
+@pytest.mark.search
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(extreme_plans(), scales, st.booleans())
+def test_any_valid_scenario_is_planned_in_a_bounded_number_of_questions(made, memory, enumerates):
+    """With the plan left open, except that no NIC and no core is shared: that is slow, and searched in the same way."""
+    data = made.scenario.document.data
+    cluster = data["cluster"] | {"nodes": 1, "devices_per_node": min(3, made.num_stages), "cores": 3, "slowdown": {}}
+    cluster |= {"device": {"memory": f"{memory!r} B"}}
+    choices = {"window": data["plan"]["window"]} | ({} if enumerates else {"microbatches": made.num_microbatches})
+    space = space_of(list(parse_scenario(Document("s.yaml", data | {"cluster": cluster, "plan": choices}))))
+    questions = itertools.count(1)
+
+    def advance() -> None:
+        assert next(questions) < 1000, "the search goes on and on"
+
+    with pytest.MonkeyPatch.context() as patched:
+        if not enumerates:
+            patched.setattr("gpipe_sim.search.ENUMERATED", -1)
+        advice = advise(space, advance)
+    sentences = [advice.reason, *(sensitivities(advice) if advice.fits else remedies(space, advice.recommended))]
+    assert not any("nan" in sentence for sentence in sentences)
+    use(advice.recommended.plan)

@@ -1,6 +1,8 @@
 """`gpipe plan`, `gpipe export`, and plans that go from one command to the next."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,3 +118,13 @@ def test_export_writes_a_file_and_says_what_it_cannot_express(scenario, capsys, 
     status, nothing, err = run(capsys, "export", tmp_path / "plan.yaml", "--to", target, "--out", tmp_path / "out")
     assert nothing == ""
     assert (tmp_path / "out").read_text() == out
+
+
+def test_a_plan_whose_name_is_no_text_cannot_be_named_in_what_is_exported(scenario, tmp_path):
+    odd = scenario.rename(tmp_path / "odd\udcff.yaml")
+    odd.write_text(SCENARIO + "plan: {stages: 2, microbatches: 4}\n")
+    command = [sys.executable, "-m", "gpipe_sim.cli", "export", odd, "--to", "slurm", "--out", tmp_path / "job.sh"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "odd\\udcff.yaml: has a name that is not text in UTF-8" in done.stderr
+    assert not (tmp_path / "job.sh").exists()

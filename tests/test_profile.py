@@ -238,6 +238,10 @@ def same(a, b):
     )
 
 
+printable = st.text(st.characters(exclude_categories=["Cc", "Cs"]))
+"""Any text that a file may have."""
+
+
 @st.composite
 def profiles(draw):
     sizes = draw(st.lists(st.integers(1, 4096), min_size=1, max_size=4, unique=True).map(sorted))
@@ -250,7 +254,7 @@ def profiles(draw):
         sizes,
         np.zeros((num_layers, len(sizes))),
         source=draw(st.sampled_from(["analytic", "measured", "imported"])),
-        device=draw(st.text()),
+        device=draw(printable),
         dtype=draw(st.sampled_from(["fp64", "fp32", "bf16", "fp16"])),
         table={column: draw(rows) for column in COLUMNS},
         parameter_bytes=draw(per_layer),
@@ -259,7 +263,7 @@ def profiles(draw):
         action_overhead_s=draw(amounts),
         hop_overhead_s=draw(amounts),
         link=draw(st.none() | links),
-        environment=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+        environment=draw(st.dictionaries(printable, printable, max_size=3)),
     )
 
 

@@ -279,6 +279,35 @@ def test_a_directory_without_a_run_is_told_so(capsys, tmp_path):
     assert "plan.yaml: is missing, expected the directory of a finished run" in refused(capsys, "compare", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["environment.json", "ranks/rank0.json"])
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000])
+def test_ranks_that_cannot_be_put_together_are_told(finished, capsys, tmp_path, name, text):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "measured.json").unlink()
+    (run / name).write_text(text)
+    told = refused(capsys, "compare", run)
+    assert f"{name}:1: not JSON" in told or "ranks: do not go together with environment.json" in told
+    assert not (run / "measured.json").exists()
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "compare.json", "environment.json", "measured.json"])
+def test_nobody_waits_at_a_pipe_in_a_run_directory(finished, capsys, tmp_path, name):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert len(summaries(tmp_path)) == (name in ("environment.json", "measured.json"))
+    if name != "environment.json":
+        assert f"{run}" in refused(capsys, "compare", run)
+
+
+def test_a_report_of_a_run_without_what_draws_it_is_told(finished, capsys, monkeypatch, tmp_path):
+    for module in [module for module in sys.modules if module.split(".")[0] in ("plotly", "dashboard")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    run = shutil.copytree(finished, tmp_path / "run")
+    assert "--html: needs the package plotly" in refused(capsys, "compare", run, "--html", tmp_path / "report.html")
+
+
 def test_a_run_does_not_write_into_a_folder_that_has_files(capsys, tmp_path):
     scenario = scenario_file(tmp_path, "fine")
     assert "expected a new or empty folder" in refused(capsys, "run", scenario, "--out", tmp_path)

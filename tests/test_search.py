@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import scenario
+from plans import layers, scenario
 
 import gpipe_sim.search
 from gpipe_sim.advise import advise, certainty, describe, remedies, sensitivities
@@ -92,6 +92,16 @@ def test_a_space_too_large_to_enumerate_is_solved_nearly_exactly(monkeypatch):
     assert missed <= 1, "of cases in which some plan fits, only just, and it did not find it"
     assert np.mean(gaps) < 0.005
     assert max(gaps) < 0.05
+
+
+@pytest.mark.parametrize("enumerated", [gpipe_sim.search.ENUMERATED, -1])
+def test_layers_that_take_no_memory_are_searched_and_the_search_ends(monkeypatch, enumerated):
+    """There is no plan with less memory than none, so the front is a single point."""
+    monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", enumerated)
+    weightless = TRANSFORMER | {"model": layers([0.001] * 4, [0.002] * 4), "plan": {"schedule": "gpipe"}}
+    (only,) = front(search(space_of([scenario(weightless)])))
+    assert only.peak_bytes == 0
+    assert only.plan.num_stages == 4
 
 
 @settings(max_examples=10)

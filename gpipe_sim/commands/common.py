@@ -41,13 +41,20 @@ def progress(what: str, total: int, *, quiet: bool = False, long: bool = False) 
         yield lambda share=1.0: progress.advance(task, share)
 
 
-def write_report(path: Path, predictions: "Sequence[Prediction]", title: str) -> None:
-    """The report of these predictions, drawn by a package that need not be installed."""
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Around the import of what draws a report, with a package that need not be installed."""
     try:
-        from dashboard.report import report_page
+        yield
     except ModuleNotFoundError as error:
         message = f"needs the package {error.name}, expected an installation with gpipe-planner[report]"
         raise InputError([Problem("--html", "", message)]) from error
+
+
+def write_report(path: Path, predictions: "Sequence[Prediction]", title: str) -> None:
+    """The report of these predictions."""
+    with drawing():
+        from dashboard.report import report_page
     write(path, report_page(predictions, title), "report, to open in a browser")
 
 

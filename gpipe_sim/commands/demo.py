@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpipe_sim.commands.common import write_report
+from gpipe_sim.commands.common import need_torch, write_report
 from gpipe_sim.commands.profile import measure
 from gpipe_sim.commands.run import execute_plan, show_comparison
 from gpipe_sim.commands.simulate import load_questions, predict_plans
@@ -18,6 +18,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("runs/demo"),
 ) -> None:
     """The whole loop on this machine: sweep a large model; profile, plan, run, rehearse and compare a small one."""
+    need_torch("gpipe demo")
     from gpipe_exec.launch import Settings
     from gpipe_exec.rehearsal import default_stretch
     from gpipe_sim.plan import make_plan

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from gpipe_sim.commands.common import say, write
+from gpipe_sim.files import InputError, Problem
 
 
 class Target(StrEnum):
@@ -29,6 +30,11 @@ def export(
     from gpipe_sim.export import export_plan
     from gpipe_sim.planfile import read_plan
 
+    try:
+        str(plan_file).encode()
+    except UnicodeEncodeError as error:
+        message = "has a name that is not text in UTF-8, expected one that can be written into what is exported"
+        raise InputError([Problem(str(plan_file), "", message)]) from error
     exported = export_plan(read_plan(plan_file), to.value, plan_path=str(plan_file))
     if out is None:
         typer.echo(exported.text, nl=False)

@@ -4,12 +4,13 @@ import json
 import os
 import sys
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpipe_sim.commands.common import AsJson, Html, need_torch, progress, say, write
+from gpipe_sim.commands.common import AsJson, Html, drawing, need_torch, progress, say, write
 from gpipe_sim.files import InputError, Problem
 
 MEASURED = "measured.json"
@@ -116,7 +117,10 @@ def run(
         _print_commands(plan, settings, nodes, out)
         return
     directory = execute_plan(plan, settings, out)
-    show_comparison(directory, directory / "report.html", as_json=as_json, first=True)
+    report = directory / "report.html" if find_spec("plotly") else None
+    if report is None:
+        say("there is no report.html, which needs the package plotly: gpipe-planner[report] would have it")
+    show_comparison(directory, report, as_json=as_json, first=True)
 
 
 def execute_plan(plan: "Plan", settings: "Settings", out: Path | None) -> Path:
@@ -227,8 +231,13 @@ def _gather_again(directory: Path) -> None:
     need_torch("gpipe compare")
     from gpipe_exec.records import gather
 
-    how = {name: settings[name] for name in ("device", "engine", "stretch", "links")}
-    gather(plan, directory, **how)
+    try:
+        gather(plan, directory, **{name: settings[name] for name in ("device", "engine", "stretch", "links")})
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        message = "do not go together with environment.json, expected both as the run has left them"
+        raise InputError([Problem(str(directory), "ranks", message)]) from error
 
 
 def show_comparison(directory: Path, html: Path | None, *, as_json: bool, first: bool = False) -> None:
@@ -248,8 +257,8 @@ def show_comparison(directory: Path, html: Path | None, *, as_json: bool, first:
 
         record(directory.parent, summary_of(directory))
     if html is not None:
-        from dashboard.report import comparison_page
-
+        with drawing():
+            from dashboard.report import comparison_page
         write(html, comparison_page(comparison), "report, to open in a browser")
     if as_json:
         print(json.dumps(comparison.to_dict(), indent=2))
