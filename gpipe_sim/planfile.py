@@ -71,7 +71,7 @@ class _PlanFile(Strict):
     recompute: Recompute
     """Whether a recomputation starts as soon as its rank is free, or waits for the gradient."""
     backward: BackwardOrder
-    """The order that is run; ``1f1b`` knows only ``fifo``."""
+    """The order that is run; only ``gpipe`` knows ``reverse``."""
     window: WindowField
     """Receives posted ahead per edge and direction."""
     scenario: dict[str, Any]
