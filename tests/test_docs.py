@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from documents import GOES_ON, PAGES, ROOT, blocks, difference, new_workspace, read
@@ -18,22 +19,38 @@ HAS_COMMANDS = [name for name, text in PAGES.items() if re.search(r"^```(console
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 
 
+def page_before(name):
+    """The page that this one goes on from, if it goes on from any."""
+    earlier = GOES_ON.search(PAGES[name])
+    return str((ROOT / name).parent.joinpath(earlier[1]).resolve().relative_to(ROOT)) if earlier else None
+
+
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """Page -> the folder in which it has been read, and what was not as it says; each page is read once."""
+def finished(request, tmp_path_factory):
+    """Page -> the folder in which it has been read, and what was not as it says; each is read once, two at a time."""
     pytest.importorskip("torch", reason="the docs run plans: gpipe-planner[exec]")
-    known = {}
+    readers = ThreadPoolExecutor(2)
+    reading: dict[str, Future] = {}
 
-    def finish(name):
-        if name not in known:
-            path = tmp_path_factory.mktemp("read") / "here"
-            earlier = GOES_ON.search(PAGES[name])
-            before = str((ROOT / name).parent.joinpath(earlier[1]).resolve().relative_to(ROOT)) if earlier else None
-            workspace = new_workspace(path, finish(before)[0] if before else None)
-            known[name] = workspace, read(name, workspace)
-        return known[name]
+    def finish(path, name, before):
+        workspace = new_workspace(path, before and before.result()[0])
+        return workspace, read(name, workspace)
 
-    return finish
+    def begin(name):
+        if name not in reading:
+            before = page_before(name) and begin(page_before(name))
+            reading[name] = readers.submit(finish, tmp_path_factory.mktemp("read") / "here", name, before)
+        return reading[name]
+
+    asked = {item.callspec.params["name"] for item in request.session.items if item.originalname == READS_A_PAGE}
+    first = {page_before(name) for name in asked}
+    for name in sorted(asked, key=lambda name: (name not in first, page_before(name) is not None, name)):
+        begin(name)
+    yield lambda name: begin(name).result()
+    readers.shutdown(cancel_futures=True)
+
+
+READS_A_PAGE = "test_what_a_page_shows_is_what_happens"
 
 
 @pytest.mark.parametrize("name", HAS_COMMANDS)
