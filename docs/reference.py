@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from gpipe_sim import (
+    accuracy,
     catalog,
     cli,
     compare,
@@ -337,8 +338,8 @@ def metrics_page() -> str:
     parts = [(f"`{part}`", explain.LABELS[part]) for part in explain.PARTS]
     return page(
         "Metrics and their formulas",
-        "the docstrings of `gpipe_sim/metrics.py`, `memory.py`, `model.py`, `costs.py`, `explain.py`, `compare.py`, "
-        "`predict.py`",
+        "the docstrings of `gpipe_sim/metrics.py`, `memory.py`, `model.py`, `costs.py`, `explain.py`, `verdict.py`, "
+        "`compare.py`, `accuracy.py`, `predict.py`",
         "K stages, M micro-batches, R ranks (one for each stage), N samples in a batch, L layers.",
         "## The keys of `gpipe simulate --json`\n\n"
         'One document, `{"scenario": name, "results": [...]}`, an entry for each plan; for several files a list of '
@@ -363,9 +364,16 @@ def metrics_page() -> str:
         "## The waterfall\n\n" + markdown(explain.breakdown_s.__doc__ or ""),
         table(("part", "what reports call it"), parts),
         "### The critical path\n\n" + markdown(explain.critical_path.__doc__ or ""),
-        "### The verdict\n\n" + first(verdict.__doc__, 1),
+        "### The verdict\n\n" + first(verdict.__doc__, 2),
         "## Predicted beside measured\n\n" + rest_of(compare),
         keys_table(compare.Comparison.to_dict),
+        "## All runs so far\n\n" + rest_of(accuracy),
+        "`gpipe accuracy --json` has these figures of `all` runs, and `by` device, schedule and checkpoint mode; and "
+        "the `runs` themselves, as the record has them.\n\n"
+        + table(
+            ("key", "meaning"),
+            [(f"`{name}`", sentence(text)) for name, (_, text) in field_docs(accuracy.Accuracy).items()],
+        ),
     )
 
 
