@@ -18,9 +18,11 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from gpipe_sim import (
+    accuracy,
     catalog,
     cli,
     compare,
+    costs,
     explain,
     memory,
     metrics,
@@ -152,6 +154,8 @@ def _limits(notes: list[ast.expr], module: ModuleType) -> str:
     found = {
         keyword.arg: eval(ast.unparse(keyword.value), vars(module)) for keyword in keywords if keyword.arg in words
     }
+    if 0 < found.get("ge", 0) <= 1e-6:  # as good as zero, which it must not be
+        found = {"gt": 0} | {key: value for key, value in found.items() if key != "ge"}
     return "".join(
         f" {words[key]} {value:g}" for key, value in found.items() if (key and 1e-6 < abs(value) < 1e6) or value == 0
     )
@@ -334,12 +338,14 @@ def metrics_page() -> str:
     parts = [(f"`{part}`", explain.LABELS[part]) for part in explain.PARTS]
     return page(
         "Metrics and their formulas",
-        "the docstrings of `gpipe_sim/metrics.py`, `memory.py`, `model.py`, `explain.py`, `compare.py`, `predict.py`",
+        "the docstrings of `gpipe_sim/metrics.py`, `memory.py`, `model.py`, `costs.py`, `explain.py`, `verdict.py`, "
+        "`compare.py`, `accuracy.py`, `predict.py`",
         "K stages, M micro-batches, R ranks (one for each stage), N samples in a batch, L layers.",
         "## The keys of `gpipe simulate --json`\n\n"
         'One document, `{"scenario": name, "results": [...]}`, an entry for each plan; for several files a list of '
-        "them. `gpipe plan --json` adds `recommended` and `pareto` (indices into `results`), `reason` and "
-        "`certainty`.\n\n" + keys_table(Prediction.to_dict),
+        "them. `gpipe plan --json` has the front of time against memory as its `results`, and adds `recommended` and "
+        "`pareto` (indices into them), `reason` and `certainty`; what it recommends, and how sure it is, are null if "
+        "nothing fits.\n\n" + keys_table(Prediction.to_dict),
         "## Time and bubble\n\n" + functions(metrics, *defined),
         "## Memory\n\n" + markdown(memory.__doc__ or ""),
         "Peak, activation memory and what the peak is made of:\n\n"
@@ -354,12 +360,20 @@ def metrics_page() -> str:
         "### bytes_per_parameter\n\n" + markdown(model.bytes_per_parameter.__doc__ or ""),
         "### What one micro-batch costs a stage\n\n" + first(vars(memory)["_stage_bytes"].__doc__, 2),
         "### What a transformer's layers hold and compute\n\n" + markdown(model.transformer_layers.__doc__ or ""),
+        "### How long an analytic profile says they take\n\n" + markdown(vars(costs)["_transformer_profile"].__doc__),
         "## The waterfall\n\n" + markdown(explain.breakdown_s.__doc__ or ""),
         table(("part", "what reports call it"), parts),
         "### The critical path\n\n" + markdown(explain.critical_path.__doc__ or ""),
-        "### The verdict\n\n" + first(verdict.__doc__, 1),
+        "### The verdict\n\n" + first(verdict.__doc__, 2),
         "## Predicted beside measured\n\n" + rest_of(compare),
         keys_table(compare.Comparison.to_dict),
+        "## All runs so far\n\n" + rest_of(accuracy),
+        "`gpipe accuracy --json` has these figures of `all` runs, and `by` device, schedule and checkpoint mode; and "
+        "the `runs` themselves, as the record has them.\n\n"
+        + table(
+            ("key", "meaning"),
+            [(f"`{name}`", sentence(text)) for name, (_, text) in field_docs(accuracy.Accuracy).items()],
+        ),
     )
 
 

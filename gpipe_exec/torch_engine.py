@@ -27,8 +27,8 @@ def what_torch_cannot(plan: Plan, device: str) -> Iterator[str]:
     again = {again for stage in range(plan.num_stages) for again in plan.recomputed(stage)}
     if device == "rehearse":
         yield "computes, expected --device cpu or cuda"
-    if plan.schedule == "naive":
-        yield "has no schedule naive, expected gpipe or 1f1b"
+    if plan.schedule not in ("gpipe", "1f1b"):
+        yield f"has no schedule {plan.schedule}, expected gpipe or 1f1b"
     if plan.schedule == "gpipe" and plan.backward == "reverse" and plan.num_microbatches > 1:
         yield "runs gpipe's backwards first in first out, expected plan.backward: fifo"
     if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:

@@ -2,8 +2,9 @@
 
     runs/accuracy.jsonl      a line for every run, added when it ends
 
-Errors are (predicted - measured) / measured, that of the bubble is in points; *order* is Spearman's rank correlation of
-predicted and measured step times: 1 if the predictions put the runs in the order in which they were measured.
+Errors are (predicted - measured) / measured, that of the bubble is predicted - measured; *order* is Spearman's rank
+correlation of predicted and measured step times: 1 if the predictions put the runs in the order in which they were
+measured.
 """
 
 import json
@@ -59,14 +60,19 @@ class Accuracy:
     """How right the predictions of some runs were: means and worst cases of absolute errors."""
 
     runs: int
+    """How many."""
     step_time_mean: float
+    """Mean of the absolute errors of the step time."""
     step_time_worst: float
+    """The largest of them."""
     bubble_mean: float
+    """Mean of the absolute errors of the bubble, a fraction; shown in points, a hundred times as many."""
     memory_mean: float | None
-    """Of every rank's peak; None where no run has measured it."""
+    """Mean of the absolute errors of every rank's peak; null where no run has measured it."""
     memory_worst: float | None
+    """The largest of them."""
     order: float | None
-    """None for fewer than three runs, whose order says little."""
+    """Of the step times; null for fewer than three runs, whose order says little."""
 
 
 def accuracy_of(runs: Sequence[RunSummary]) -> Accuracy:

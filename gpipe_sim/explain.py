@@ -68,8 +68,9 @@ def breakdown_s(
         jitter          + mean over samples less the step without jitter (either sign)
         update          + what the optimizer adds after the last backward
 
-    Each part is the difference between two steps that differ only in that cause. `without_s` are the pipeline times
-    under the `counterfactuals`, `nominal_s` the one without jitter.
+    Each part is the difference between two times that differ only in that cause: sums of compute times up to the
+    imbalance, simulated steps from there on. `without_s` are the pipeline times under the `counterfactuals`,
+    `nominal_s` the one without jitter.
     """
     profile = plan.profile
     whole = profile.at(plan.scenario.batch)

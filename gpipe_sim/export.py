@@ -111,6 +111,8 @@ def _differences(plan: Plan, tool: _Tool) -> Iterator[str]:
             yield "There is no GPipe schedule: 1F1B runs, with the same ideal bubble and fewer activations held."
         elif plan.backward == "reverse":
             yield "GPipe's backwards run first in first out (backward: fifo), not in reverse."
+    elif plan.schedule not in ("naive", "gpipe", "1f1b") and M > 1:
+        yield f"There is no schedule {plan.schedule}: {'GPipe' if tool.gpipe else '1F1B'} runs."
     if N % M:
         yield (
             f"Micro-batches have one size: {M} of {size}, a batch of {M * size}, are written for a batch of {N}. "

@@ -32,7 +32,7 @@ _STATES: dict[Optimizer, int] = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adam": 
 def bytes_per_parameter(optimizer: Optimizer, dtype: DType) -> BytesPerParameter:
     """Weights, gradients and optimizer state, in bytes per parameter.
 
-                 fp32, fp64 (per 4-byte word)     bf16, fp16 (mixed precision)
+                 fp32 (fp64: twice as many)       bf16, fp16 (mixed precision)
         sgd          4 + 4 + 0                        2 + 2 + 4
         momentum     4 + 4 + 4                        2 + 2 + 8
         rmsprop      4 + 4 + 4                        2 + 2 + 8
@@ -80,6 +80,8 @@ def transformer_layers(model: Transformer, dtype: DType) -> list[Layer]:
     for softmax output, dropout mask and dropout output; feed-forward dsh + 2dsf + sh; norms 2dsh. With d = 2 and
     f = 4h that is sh(34 + 5as/h). Flash attention recomputes the quadratic part; its row statistics are neglected.
     The input of the first norm is the previous layer's output, the output stands in for it: each storage once.
+    The embedding saves (d+1)sh, its output and a dropout mask, the final norm dsh, and the head its logits in at least
+    fp32 for the loss, max(4, d)sV (Korthikanti et al., section 4.3).
     """
     s, h, a, f, V = model.sequence, model.hidden, model.heads, model.ffn_width, model.vocab
     d = DTYPE_BYTES[dtype]

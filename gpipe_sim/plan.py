@@ -49,7 +49,7 @@ class Plan:
     schedule: ScheduleName
     recompute: Recompute
     backward: BackwardOrder
-    """The order that is run: 1f1b knows only one."""
+    """The order that is run: `order_of_backwards`."""
     window: int | None
     """Receives posted ahead per edge and direction; None is no limit."""
 
@@ -213,6 +213,11 @@ def recomputed_by(plans: Sequence[Plan]) -> npt.NDArray[np.bool_]:
     return patterns.T[:, modes].transpose(1, 0, 2)
 
 
+def order_of_backwards(schedule: ScheduleName, asked: BackwardOrder) -> BackwardOrder:
+    """The order that is run: `gpipe` has the choice, every other schedule is first in first out."""
+    return asked if schedule == "gpipe" else "fifo"
+
+
 def make_plan(scenario: Scenario) -> Plan:
     """The plan that a scenario describes, its profile built or read, its layers cut."""
     spec, cluster = scenario.plan, scenario.cluster
@@ -244,7 +249,7 @@ def make_plan(scenario: Scenario) -> Plan:
         checkpoint=checkpoint,
         schedule=spec.schedule,
         recompute=spec.recompute,
-        backward="fifo" if spec.schedule == "1f1b" else spec.backward,
+        backward=order_of_backwards(spec.schedule, spec.backward),
         window=spec.window,
     )
 

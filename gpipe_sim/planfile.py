@@ -35,7 +35,7 @@ from gpipe_sim.files import (
     yaml_text,
 )
 from gpipe_sim.limits import CELLS
-from gpipe_sim.plan import Plan, make_plan, microbatch_sizes, missing_in
+from gpipe_sim.plan import Plan, make_plan, microbatch_sizes, missing_in, order_of_backwards
 from gpipe_sim.profile import Profile, parse_profile
 from gpipe_sim.scenario import BackwardOrder, Checkpoint, PlanSpec, Recompute, Scenario, ScheduleName, WindowField
 from gpipe_sim.sweep import parse_scenario
@@ -71,7 +71,7 @@ class _PlanFile(Strict):
     recompute: Recompute
     """Whether a recomputation starts as soon as its rank is free, or waits for the gradient."""
     backward: BackwardOrder
-    """The order that is run; ``1f1b`` knows only ``fifo``."""
+    """The order that is run; only ``gpipe`` knows ``reverse``."""
     window: WindowField
     """Receives posted ahead per edge and direction."""
     scenario: dict[str, Any]
@@ -157,7 +157,7 @@ def parse_plan(document: Document) -> Plan:
         checkpoint=tuple(stage.checkpoint for stage in content.stages),
         schedule=content.schedule,
         recompute=content.recompute,
-        backward=content.backward,
+        backward=order_of_backwards(content.schedule, content.backward),
         window=content.window,
     )
 

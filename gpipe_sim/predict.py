@@ -118,12 +118,12 @@ class Prediction:
         backward                  the order of backwards that is run
         balance                   layers of each stage
         step_time_s               from the first action to the end of the last update; with jitter, the mean
-        pipeline_time_s           T, from the first action to the end of the last backward
+        pipeline_time_s           T, from the first action to the end of the last backward; with jitter, the mean
         throughput_samples_s      batch / step_time_s
-        bubble_fraction           1 - busy / (R T), busy being all time in F, R and B
+        bubble_fraction           1 - busy / (R T), busy being all time in F, R and B; with jitter, of the means
         bubble_ideal              (K-1) / (M+K-1), the bubble of equal stages and free links
         bubble_over_ideal_time    bubble_fraction / (1 - bubble_fraction), idle over busy time
-        peak_memory_bytes         the highest point of the memory curve
+        peak_memory_bytes         the highest point of the memory curve; with jitter, of all samples
         activation_bytes          the peak less parameters, gradients and optimizer state
         parameter_bytes           of the weights
         fits                      whether every peak is at most the device's memory less memory_reserve

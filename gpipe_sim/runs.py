@@ -8,7 +8,8 @@
       environment.json   where: host, versions, device
       traces/rank<r>_trace.json
       logs/              what each rank printed
-      compare.json, report.html       written by `gpipe compare`
+      ranks/             what each rank leaves on its way: the steps it has done, their times, where it stood if it hung
+      compare.json, report.html       written by `gpipe run` at its end; `gpipe compare` writes compare.json again
 
 Files are written whole: a crash never leaves half a file under its final name.
 """

@@ -238,7 +238,7 @@ class Cluster(Strict):
     link: LinkField
     """Between two devices of a node, each direction."""
     network: LinkField | None = None
-    """A node's way out, each direction, shared fairly by its devices."""
+    """A node's way out, each direction, shared fairly by its devices; needed if there is more than one node."""
     links: dict[int, LinkField] = Field(default_factory=dict)
     """Edges that differ: key k is the edge from stage k to stage k+1, such as ``{2: {bandwidth: 12 GB/s}}``."""
     overlap: bool = True

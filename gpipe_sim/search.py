@@ -14,7 +14,7 @@ asking again with less and less memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import combinations, pairwise, permutations, product
 from math import comb
@@ -26,8 +26,9 @@ from gpipe_sim.cuts import MODES, Frame, Intervals, Promise, promises
 from gpipe_sim.evaluate import evaluate, obstacle
 from gpipe_sim.limits import CELLS
 from gpipe_sim.metrics import StepMetrics, step_metrics
-from gpipe_sim.plan import Plan, microbatch_sizes
+from gpipe_sim.plan import Plan, microbatch_sizes, order_of_backwards
 from gpipe_sim.scenario import Checkpoint, Recompute, Scenario, ScheduleName
+from gpipe_sim.schedule import SCHEDULES
 from gpipe_sim.simulate import simulate
 
 ENUMERATED = 6000
@@ -61,7 +62,8 @@ class Space:
     scenario: Scenario
     stages: tuple[int, ...]
     microbatches: tuple[int, ...]
-    schedules: tuple[ScheduleName, ...] = ("naive", "gpipe", "1f1b")
+    schedules: tuple[ScheduleName, ...] = field(default_factory=lambda: tuple(SCHEDULES))
+    """All that there are; `naive` is what each of them is with one micro-batch."""
     checkpoints: tuple[tuple[Checkpoint, ...] | Checkpoint, ...] | None = None
     """Modes of the stages, one for all or one for each; None leaves each stage its choice."""
     recomputes: tuple[Recompute, ...] = ("early",)
@@ -104,7 +106,7 @@ def space_of(points: Sequence[Scenario]) -> Space:
     given = first.document.data.get("plan") or {}
     specs = [point.plan for point in points]
     num_layers, devices = build_profile(first, (1,)).num_layers, first.cluster.num_devices
-    schedules = tuple(dict.fromkeys(spec.schedule for spec in specs)) if "schedule" in given else Space.schedules
+    schedules = tuple(dict.fromkeys(spec.schedule for spec in specs)) if "schedule" in given else tuple(SCHEDULES)
     stages = {spec.num_stages for spec in specs if spec.num_stages}
     if not stages and devices is None:
         raise first.error("cluster.devices_per_node", "is missing, expected how many devices may be used, such as 8")
@@ -196,7 +198,7 @@ class _Search:
             checkpoint=checkpoint,
             schedule=frame.schedule,
             recompute=frame.recompute,
-            backward="fifo" if frame.schedule == "1f1b" else spec.backward,
+            backward=order_of_backwards(frame.schedule, spec.backward),
             window=spec.window,
         )
 

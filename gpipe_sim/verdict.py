@@ -25,6 +25,9 @@ _ALWAYS: Checkpoint = "always"
 def verdict(plan: Plan, fullest: Step, breakdown: Mapping[str, float]) -> str:
     """What limits the plan, how much of the step that is, and what to change next, in one sentence.
 
+    Memory, if the plan does not fit; else the largest part of the waterfall beside useful compute, if it takes 5 % of
+    the step or more; else useful compute itself.
+
     `fullest` is the step that takes most memory: the only one or, with jitter, one of the samples.
     """
     if over := _overflow(plan, fullest):

@@ -32,11 +32,31 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 }
-GOES_ON = re.compile(r"<!-- goes on from (\S+) -->")
-"""A page that needs what another has made says so, in a comment."""
+_GOES_ON = re.compile(r"<!-- goes on from ([^\s#]+)(?:#(\S+))? -->")
 
 _FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( (?:[kMGT]i?)?B/?s?| [num]?s\b|%)?")
+
+
+def page_before(name):
+    """A page that needs what another has made says so, in a comment: that page, and the section at which this one goes
+    on; None for its end. None if the page needs nothing."""
+    if found := _GOES_ON.search(PAGES[name]):
+        return str((ROOT / name).parent.joinpath(found[1]).resolve().relative_to(ROOT)), found[2]
+    return None
+
+
+def anchor_of(heading):
+    """A heading's anchor, as git hosts make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def line_of(name, section):
+    """The line at which a page's section begins."""
+    lines = enumerate(PAGES[name].splitlines(), 1)
+    found = [number for number, line in lines if line[:1] == "#" and anchor_of(line.lstrip("# ")) == section]
+    assert len(found) == 1, f"{name} has {len(found)} sections {section}"
+    return found[0]
 
 
 @dataclass(frozen=True)
@@ -97,10 +117,12 @@ def environment(workspace, columns="100"):
     }
 
 
-def read(name, workspace):
-    """Do what a page tells, and return what is not as it says."""
+def read(name, workspace, lines=range(10**9)):
+    """Do what a page tells, or some lines of it, and return what is not as it says."""
     problems, printed = [], ""
     for block in blocks(PAGES[name]):
+        if block.line not in lines:
+            continue
         where = f"{name}:{block.line}"
         if file := block.option("file"):
             (workspace / file).write_text(block.text)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gpipe_sim.files import Document
 from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.scenario import Scenario
+from gpipe_sim.schedule import SCHEDULES
 from gpipe_sim.sweep import parse_scenario
 
 GiB = 2**30
@@ -80,7 +81,7 @@ seconds = st.floats(0.01, 10.0)
 def random_plans(draw: st.DrawFn, *, max_stages: int = 5, max_microbatches: int = 8, shared: bool = False) -> Plan:
     """Uneven stages, links, micro-batches, every schedule, checkpoint and recompute mode, window and overlap."""
     K = draw(st.integers(1, max_stages))
-    schedule = draw(st.sampled_from(["naive", "gpipe", "1f1b"]))
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
     M = 1 if schedule == "naive" else draw(st.integers(1, max_microbatches))
     each = {name: draw(st.lists(seconds, min_size=K, max_size=K)) for name in ("forward", "backward")}
     output = draw(st.lists(st.floats(0.0, 5.0), min_size=K, max_size=K))

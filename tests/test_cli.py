@@ -258,6 +258,12 @@ def test_an_imported_profile_can_be_simulated(capsys, tmp_path):
     assert result["breakdown_s"]["compute"] == pytest.approx((0.033533 + 0.055883) / 4)
 
 
+def test_a_profile_is_not_measured_in_a_rehearsal(capsys):
+    status, _, err = run(capsys, "profile", "my_model.yaml", "--device", "rehearse")
+    assert status == 2
+    assert "rehearse" in err
+
+
 @pytest.mark.parametrize("command", [[], ["simulate"], ["profile"], ["catalog"], ["demo"]])
 def test_every_command_has_help(capsys, command):
     status, out, _ = run(capsys, *command, "--help")

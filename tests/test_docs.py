@@ -4,9 +4,10 @@ import json
 import re
 import runpy
 import shlex
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from documents import GOES_ON, PAGES, ROOT, blocks, difference, new_workspace, read
+from documents import PAGES, ROOT, anchor_of, blocks, difference, line_of, new_workspace, page_before, read
 
 from gpipe_sim.compare import Comparison
 from gpipe_sim.files import parse_yaml
@@ -19,21 +20,44 @@ REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """Page -> the folder in which it has been read, and what was not as it says; each page is read once."""
+def finished(request, tmp_path_factory):
+    """Page -> the folder in which it has been read, and what was not as it says; each is read once, two at a time."""
     pytest.importorskip("torch", reason="the docs run plans: gpipe-planner[exec]")
-    known = {}
+    readers = ThreadPoolExecutor(2)
+    reading: dict[tuple[str, str | None], Future] = {}
+    stops = {page: section for page, section in filter(None, map(page_before, HAS_COMMANDS)) if section}
+    """Page -> the section at which another one goes on; there the page is cut in two."""
 
-    def finish(name):
-        if name not in known:
+    def finish(path, name, before, lines):
+        workspace = new_workspace(path, before and before.result()[0])
+        return workspace, read(name, workspace, lines)
+
+    def begin(name, section=None):
+        """All of a page, or what comes before a section."""
+        if (name, section) not in reading:
+            if section is None and name in stops:
+                before, lines = begin(name, stops[name]), range(line_of(name, stops[name]), 10**9)
+            else:
+                before = page_before(name) and begin(*page_before(name))
+                lines = range(line_of(name, section) if section else 10**9)
             path = tmp_path_factory.mktemp("read") / "here"
-            earlier = GOES_ON.search(PAGES[name])
-            before = str((ROOT / name).parent.joinpath(earlier[1]).resolve().relative_to(ROOT)) if earlier else None
-            workspace = new_workspace(path, finish(before)[0] if before else None)
-            known[name] = workspace, read(name, workspace)
-        return known[name]
+            reading[name, section] = readers.submit(finish, path, name, before, lines)
+        return reading[name, section]
 
-    return finish
+    def result(name):
+        workspace, problems = begin(name).result()
+        return workspace, [*(begin(name, stops[name]).result()[1] if name in stops else ()), *problems]
+
+    asked = {item.callspec.params["name"] for item in request.session.items if item.originalname == READS_A_PAGE}
+    for name in asked & stops.keys():
+        begin(name, stops[name])
+    for name in sorted(asked, key=lambda name: (name in stops or page_before(name) is not None, name)):
+        begin(name)
+    yield result
+    readers.shutdown(cancel_futures=True)
+
+
+READS_A_PAGE = "test_what_a_page_shows_is_what_happens"
 
 
 @pytest.mark.parametrize("name", HAS_COMMANDS)
@@ -92,7 +116,7 @@ def test_every_make_target_that_is_named_exists():
 def anchors(text):
     """The anchors of a page's headings, as git hosts make them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return set(map(anchor_of, headings))
 
 
 @pytest.mark.parametrize("name", PAGES)

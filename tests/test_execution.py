@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,10 @@ def test_what_torchs_engine_cannot_do_is_said(choices, reason):
     made = plan(layers([1.0, 1.0]), **{"microbatches": 4, "stages": 2} | FITS_TORCH | choices)
     said = list(what_torch_cannot(made, "cpu"))
     assert said == [] if reason is None else reason in " ".join(said)
+
+
+def test_torchs_engine_does_not_run_another_schedule_in_place_of_one_that_it_does_not_know():
+    made = plan(layers([1.0, 1.0]), **{"microbatches": 4, "stages": 2} | FITS_TORCH)
+    assert list(what_torch_cannot(replace(made, schedule="eager"), "cpu")) == [
+        "has no schedule eager, expected gpipe or 1f1b"
+    ]

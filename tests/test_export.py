@@ -227,6 +227,12 @@ def test_a_gpipe_schedule_is_said_to_be_1f1b_where_there_is_none():
     assert said(transformer_plan(schedule="gpipe", backward="reverse"), "torchtitan").startswith("GPipe's backwards")
 
 
+@pytest.mark.parametrize(("target", "instead"), [("torchtitan", "GPipe"), ("megatron", "1F1B"), ("deepspeed", "1F1B")])
+def test_a_schedule_that_they_do_not_have_is_said_to_be_missing(target, instead):
+    plan = replace(transformer_plan(), schedule="eager")
+    assert said(plan, target) == f"There is no schedule eager: {instead} runs."
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_with_one_micro_batch_all_schedules_are_the_same(target):
     for schedule in ("naive", "gpipe", "1f1b"):

@@ -28,7 +28,7 @@ from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.planfile import load_plan
 from gpipe_sim.profile import load_profile
 from gpipe_sim.runs import parse_measured
-from gpipe_sim.schedule import rank_actions
+from gpipe_sim.schedule import SCHEDULES, rank_actions
 from gpipe_sim.search import space_of
 from gpipe_sim.simulate import simulate
 from gpipe_sim.sweep import parse_scenario
@@ -355,7 +355,7 @@ amounts = st.one_of(st.just(0.0), scales)
 def extreme_plans(draw: st.DrawFn) -> Plan:
     """Figures of any size side by side, from nothing at all to ages; whatever a scenario may share, block or jitter."""
     K, nodes = draw(st.integers(1, 7)), draw(st.integers(1, 4))
-    schedule = draw(st.sampled_from(["naive", "gpipe", "1f1b"]))
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
     M = 1 if schedule == "naive" else draw(st.integers(1, 6))
     model = layers(
         [draw(scales), *draw(st.lists(amounts, min_size=K - 1, max_size=K - 1))],

@@ -324,6 +324,9 @@ def test_a_plan_file_gives_the_same_predictions_again(tmp_path):
     assert loaded.window == 3
     assert (loaded.forward_s == made.forward_s).all()
     assert rank_actions(loaded) == rank_actions(made)
+    written = (tmp_path / "plan.yaml").read_text()
+    (tmp_path / "plan.yaml").write_text(written.replace("backward: fifo", "backward: reverse"))
+    assert load_plan(tmp_path / "plan.yaml").backward == "fifo", "the order that is run"
 
 
 def test_run_directories_of_one_moment_differ_and_stay_in_their_folder(tmp_path):

@@ -1,13 +1,24 @@
 """Schedules as lists: the right actions, once each, in the order that the papers draw."""
 
+from typing import get_args
+
 from hypothesis import given
 from plans import equal_stages, random_plans
 
-from gpipe_sim.schedule import rank_actions, stage_actions
+from gpipe_sim.scenario import ScheduleName
+from gpipe_sim.schedule import SCHEDULES, rank_actions, stage_actions
 
 
 def written(plan, stage: int) -> str:
     return " ".join(str(action) for action in stage_actions(plan, stage))
+
+
+def test_every_schedule_that_a_scenario_can_name_is_there():
+    assert tuple(SCHEDULES) == get_args(ScheduleName)
+
+
+def test_only_gpipe_has_a_choice_of_backwards():
+    assert {equal_stages(2, 1, schedule=name).backward for name in SCHEDULES if name != "gpipe"} == {"fifo"}
 
 
 def test_naive_sends_the_whole_batch_through():

@@ -17,6 +17,7 @@ from gpipe_sim.files import InputError
 from gpipe_sim.partition import partition
 from gpipe_sim.plan import Plan, make_plan, stage_costs
 from gpipe_sim.predict import predict
+from gpipe_sim.schedule import SCHEDULES
 from gpipe_sim.search import Space, front, search, space_of
 
 
@@ -148,8 +149,31 @@ def test_what_is_fixed_stays_and_what_is_left_out_is_searched():
     free = with_plan()
     assert free.stages == (1, 2, 3, 4)
     assert free.checkpoints is None
+    assert free.schedules == tuple(SCHEDULES)
     balanced = with_plan(balance=[4, 4, 4, 3], microbatches=8)
     assert {candidate.plan.balance for candidate in search(balanced)} == {(4, 4, 4, 3)}
+
+
+def test_a_schedule_that_someone_adds_is_searched_too(monkeypatch):
+    """With links that take long, 1f1b with twice the warm-up waits less than 1f1b, and `gpipe plan` finds out."""
+
+    def eager(stage, num_stages, num_microbatches, backward):
+        ahead = min(2 * (num_stages - 1 - stage), num_microbatches)
+        order = [("F", m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            order += [("F", m + ahead)] if m + ahead < num_microbatches else []
+            order.append(("B", m))
+        return iter(order)
+
+    monkeypatch.setitem(SCHEDULES, "eager", eager)
+    cluster = TRANSFORMER["cluster"] | {"link": {"bandwidth": "10 GB/s", "latency": "2 ms"}}
+    found = search(space_of([scenario(TRANSFORMER | {"cluster": cluster, "plan": {"stages": 4, "microbatches": 16}})]))
+    best = {
+        name: min(candidate.step_time_s for candidate in found if candidate.plan.schedule == name)
+        for name in ("1f1b", "eager")
+    }
+    assert best["eager"] < best["1f1b"]
+    assert {candidate.plan.backward for candidate in found if candidate.plan.schedule == "eager"} == {"fifo"}
 
 
 def test_stages_without_a_number_of_devices_are_a_mistake_at_its_line():

@@ -1,5 +1,6 @@
 """`gpipe profile`: measure what each layer costs on this machine, or import such figures from elsewhere."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from gpipe_sim.profile import Profile
 
 
+class ProfileDevice(StrEnum):
+    """Where layers can be measured."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 def profile(
     scenario_file: Annotated[
         Path | None, typer.Argument(metavar="[SCENARIO]", help="A scenario whose model to measure on this machine.")
@@ -26,8 +35,8 @@ def profile(
         int | None, typer.Option(min=1, help="With --import: samples in the profiled batch; the file does not say.")
     ] = None,
     device: Annotated[
-        RunDevice, typer.Option(help="Where to measure; auto takes a GPU if there is one.")
-    ] = RunDevice.AUTO,
+        ProfileDevice, typer.Option(help="Where to measure; auto takes a GPU if there is one.")
+    ] = ProfileDevice.AUTO,
     out: Annotated[Path, typer.Option(help="The profile file to write.")] = Path("profile.json"),
 ) -> None:
     """Measure what each layer of a model costs on this machine, or import such figures from elsewhere."""
@@ -39,7 +48,7 @@ def profile(
         _import_profile(graph, batch, out)
     elif scenario_file is not None:
         need_torch("gpipe profile")
-        measure(scenario_file, run_device(device), out)
+        measure(scenario_file, run_device(RunDevice(device)), out)
 
 
 def _import_profile(graph: Path, batch: int | None, out: Path) -> None:
