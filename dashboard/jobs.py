@@ -5,7 +5,6 @@ that it has written itself, never with anything else from the browser.
 """
 
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -66,15 +65,16 @@ class Jobs:
         return directory.name
 
     def stop(self, name: str) -> None:
-        """End a run as Ctrl-C does, with every process that it has started."""
+        """End a run as Ctrl-C would, which may be ignored here, with every process that it has started."""
         process = self._processes.get(name)
         if process is not None and process.poll() is None:
             self._stopped.add(name)
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             try:
                 process.wait(timeout=15)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
     def stop_all(self) -> None:
         """When the server ends."""

@@ -6,6 +6,7 @@ imports what it needs when it runs, so that `gpipe simulate` starts quickly.
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from gpipe_sim.simulate import DeadlockError
 
     _prepare_output()
+    if arguments is None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us politely means what Ctrl-C means
     try:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="gpipe")

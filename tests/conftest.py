@@ -1,12 +1,16 @@
-"""What all tests share: hypothesis without deadlines, since machines are shared, and one real browser."""
+"""What all tests share: Ctrl-C, hypothesis without deadlines, since machines are shared, and one real browser."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from playwright.sync_api import Browser, Playwright
+
+# Where the tests are started in the background, Ctrl-C is ignored, also by every program that they start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("gpipe", deadline=None)
 settings.load_profile("gpipe")

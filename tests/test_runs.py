@@ -234,7 +234,8 @@ def test_a_worker_that_hangs_is_ended_and_what_was_measured_is_kept(tmp_path):
     assert len(load_run(run)[1].steps) == 2
 
 
-def test_ctrl_c_ends_every_process(tmp_path):
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_every_process(tmp_path, asked):
     run = tmp_path / "run"
     scenario = scenario_file(tmp_path, "hangs")
     command = [BIN / "gpipe", "run", scenario, "--device", "cpu", "--out", run, "--timeout", "60"]
@@ -242,7 +243,7 @@ def test_ctrl_c_ends_every_process(tmp_path):
         while not list(run.glob("ranks/rank*.json")):
             assert process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(asked)
         assert process.wait(timeout=60) == 130
     assert not workers_of(run)
 
