@@ -12,8 +12,9 @@ A step sets the gradients to none and runs the forward and backward of every mic
 process computes in one thread, and ranks have a core of their own; only the last contender has two threads. All must
 get the same loss and gradients in the first step. They take turns, in an order that reverses every round; a turn is one
 step that does not count and `--steps` that do. A ratio is taken within each round, where the machine's drift cancels,
-and its median over the rounds is told. Rounds begin when the machine is idle, and a turn that other processes disturb
-is repeated; patience for both is limited, and it is told when it was not enough.
+and its median over the rounds is told. Where a process happens to have its memory makes it a per cent faster or slower
+for all its life, so that all are started anew `--starts` times. Rounds begin when the machine is idle, and a turn that
+other processes disturb is repeated; patience for both is limited, and it is told when it was not enough.
 
 Run with: make peers; .venv/bin/python benchmarks/execution.py
 """
@@ -254,23 +255,23 @@ def take_turn(running: Running, steps: int, machine: Machine) -> None:
     running.row.rounds.append(seconds)
 
 
-def measure(
-    checkpoint: Checkpoint, rounds: int, steps: int, machine: Machine, advance: Callable[[], None]
-) -> list[Row]:
+def measure(rows: list[Row], rounds: int, steps: int, machine: Machine, advance: Callable[[], None]) -> None:
     """All contenders in turns. They start one after the other and wait for each other; none is left behind."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as at_exit:
 
-        def start(name: str) -> Running:
-            running = Running(Row(name, checkpoint), Path(folder))
+        def start(row: Row) -> Running:
+            running = Running(row, Path(folder))
             at_exit.callback(running.stop)
             return running
 
-        reference = start(ALONE)
+        reference = start(Row(ALONE, rows[0].checkpoint))
         expected = reference.first_step()
         reference.stop()
         contenders = []
-        for name in CONTENDERS:
-            contenders.append(start(name))
+        for row in rows:
+            if row.failure:
+                continue
+            contenders.append(start(row))
             with told(contenders[-1]):
                 verify(contenders[-1], expected)
             advance()
@@ -281,7 +282,6 @@ def measure(
                     with told(running):
                         take_turn(running, steps, machine)
                 advance()
-        return [running.row for running in contenders]
 
 
 # --- telling -------------------------------------------------------------------------------------------------------
@@ -387,6 +387,7 @@ def document_of(arguments: argparse.Namespace, rows: list[Row], goals: list[Goal
     """Everything, for other programs."""
     return {
         "scenario": plan_of("never").scenario.document.data,
+        "starts": arguments.starts,
         "rounds": arguments.rounds,
         "steps": arguments.steps,
         "environment": {
@@ -412,7 +413,8 @@ def document_of(arguments: argparse.Namespace, rows: list[Row], goals: list[Goal
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=above_zero, default=9, help="turns of each contender (9)")
+    parser.add_argument("--starts", type=above_zero, default=4, help="how often all contenders are started (4)")
+    parser.add_argument("--rounds", type=above_zero, default=3, help="turns of each contender after each start (3)")
     parser.add_argument("--steps", type=above_zero, default=3, help="timed steps in each turn (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every time measured to this file")
     add_option(parser)
@@ -443,11 +445,13 @@ def main() -> None:
     console, machine, goals, rows = Console(), Machine(), list[Goal](), list[Row]()
     checkpoints: tuple[Checkpoint, ...] = get_args(Checkpoint)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        total = len(checkpoints) * (1 + arguments.rounds) * len(CONTENDERS)
+        total = len(checkpoints) * arguments.starts * (1 + arguments.rounds) * len(CONTENDERS)
         bar = progress.add_task("taking turns", total=total)
         for checkpoint in checkpoints:
+            found = [Row(name, checkpoint) for name in CONTENDERS]
             try:
-                found = measure(checkpoint, arguments.rounds, arguments.steps, machine, lambda: progress.advance(bar))
+                for _ in range(arguments.starts):
+                    measure(found, arguments.rounds, arguments.steps, machine, lambda: progress.advance(bar))
             except ContenderError as error:
                 sys.exit(f"execution.py: error: {ALONE}, to which the others are compared: {error}")
             rows += found

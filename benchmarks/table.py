@@ -4,6 +4,7 @@ Run with: .venv/bin/python benchmarks/table.py build/bench
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,7 @@ def main() -> None:
     files = sorted(folder.glob("*.json"), key=lambda path: (*ORDER, path.stem).index(path.stem))
     if not files:
         raise SystemExit(f"table.py: error: there are no headlines in {folder}, expected those of `make bench`")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(title="theirs / ours, in one run on this machine; more than 1: ours is faster", title_justify="left")
     for heading, justify in (("what was run", "left"), ("against", "left"), ("ours", "right"), ("theirs", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
