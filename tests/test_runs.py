@@ -239,12 +239,15 @@ def test_ctrl_c_ends_every_process(tmp_path, asked):
     run = tmp_path / "run"
     scenario = scenario_file(tmp_path, "hangs")
     command = [BIN / "gpipe", "run", scenario, "--device", "cpu", "--out", run, "--timeout", "60"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not list(run.glob("ranks/rank*.json")):
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(asked)
-        assert process.wait(timeout=60) == 130
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in said
+    assert f"gpipe compare {run}" in said
     assert not workers_of(run)
 
 

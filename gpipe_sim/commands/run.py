@@ -136,13 +136,22 @@ def execute_plan(plan: "Plan", settings: "Settings", out: Path | None) -> Path:
             execute(plan, directory, settings, advance)
     except RunError as error:
         print(f"gpipe: {error}", file=sys.stderr)
-        if not (directory / MEASURED).is_file() and any(directory.glob("ranks/rank*.json")):
-            say(f"what its ranks measured is kept: gpipe compare {directory}")
+        _say_what_is_kept(directory)
         raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        say("interrupted, and all its processes are ended")
+        _say_what_is_kept(directory)
+        raise
     except OSError as error:
         print(f"gpipe: {error.filename or directory}: {error.strerror}", file=sys.stderr)
         raise typer.Exit(1) from error
     return directory
+
+
+def _say_what_is_kept(directory: Path) -> None:
+    """Of a run that did not end well, unless it has been put together already."""
+    if not (directory / MEASURED).is_file() and any(directory.glob("ranks/rank*.json")):
+        say(f"what its ranks measured is kept: gpipe compare {directory}")
 
 
 def _run_directory(plan: "Plan", out: Path | None) -> Path:
