@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rows import Headline, add_option, of_errors, save
+from rows import Headline, Outcome, add_option, of_errors, save
 
 from gpipe_exec.launch import Settings, execute
 from gpipe_exec.profiler import measure_profile
@@ -66,22 +66,15 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(Outcome):
     """How one run compared with its prediction."""
 
     point: Point
-    predicted_s: float
-    measured_s: float
-    spread: float
     bubble_points: float
     activation_errors: list[float]
     """Per rank, of the peak less parameters, gradients and optimizer state."""
     attribution: dict[str, float]
     """Shares of the error, of the measured step."""
-
-    @property
-    def error(self) -> float:
-        return (self.predicted_s - self.measured_s) / self.measured_s
 
 
 def grid(*, quick: bool) -> list[Point]:

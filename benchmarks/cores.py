@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rows import add_option, of_errors, save
+from rows import Outcome, add_option, of_errors, save
 
 from gpipe_exec.launch import Settings, execute
 from gpipe_exec.profiler import measure_profile
@@ -80,21 +80,14 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(Outcome):
     """How one run compared with its prediction."""
 
     point: Point
     shortest_s: float
     """Of all actions, by the core's time."""
-    predicted_s: float
-    measured_s: float
     uncrowded_s: float
     """What would be predicted if every rank had a core of its own."""
-    spread: float
-
-    @property
-    def error(self) -> float:
-        return (self.predicted_s - self.measured_s) / self.measured_s
 
 
 def grid(*, quick: bool) -> list[Point]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from hosts import INTERFACE, Hosts, what_is_missing
-from rows import add_option, of_errors, save
+from rows import Outcome, add_option, of_errors, save
 
 from gpipe_exec.launch import Settings, commands_for_machines, prepare, worker_environment
 from gpipe_exec.profiler import measure_profile
@@ -70,19 +70,12 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(Outcome):
     """How one run compared with its prediction."""
 
     point: Point
-    predicted_s: float
-    measured_s: float
-    spread: float
     attribution: dict[str, float]
     """Shares of the error, of the measured step."""
-
-    @property
-    def error(self) -> float:
-        return (self.predicted_s - self.measured_s) / self.measured_s
 
 
 def points(*, quick: bool) -> list[Point]:

@@ -32,6 +32,21 @@ class Headline:
     """The command to see it again."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A run beside its prediction."""
+
+    predicted_s: float
+    measured_s: float
+    spread: float
+    """Standard deviation over mean of the measured steps."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction; above 0 it was too long."""
+        return (self.predicted_s - self.measured_s) / self.measured_s
+
+
 def of_errors(what: str, errors: Sequence[float], *, beside: str, goal: float, repeat: str) -> Headline:
     """Predictions beside what was measured; errors are (predicted - measured) / measured."""
     mean = sum(map(abs, errors)) / len(errors)
