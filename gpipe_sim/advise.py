@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from gpipe_sim.catalog import Link
+from gpipe_sim.cuts import Frame
 from gpipe_sim.evaluate import evaluate, evaluate_samples, obstacle
 from gpipe_sim.metrics import step_time_s
 from gpipe_sim.plan import Plan
 from gpipe_sim.scenario import MEASURED, Checkpoint, Scenario
-from gpipe_sim.search import Candidate, Space, fits, front, search
+from gpipe_sim.search import Candidate, Space, fits, frame_of, front, search
 from gpipe_sim.simulate import simulate
 from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
 
@@ -118,18 +119,21 @@ def describe(plan: Plan) -> str:
 def _unlike(plan: Plan, other: Plan) -> str:
     """A plan in words that tell it apart from another one."""
     words = describe(plan)
-    return words if words != describe(other) else f"{words}, cut {' '.join(map(str, plan.balance))}"
+    if words == describe(other):
+        sides = [(one.backward, one.placement, one.window or "all", one.balance) for one in (plan, other)]
+        names = ("backwards", "on ranks", "window", "cut")
+        words += "".join(f", {name} {_listed(one)}" for name, one, its in zip(names, *sides, strict=True) if one != its)
+    return words
 
 
-def _frame(candidate: Candidate) -> tuple[object, ...]:
-    plan = candidate.plan
-    return plan.num_stages, plan.num_microbatches, plan.schedule, plan.recompute
+def _listed(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _best_of_other_frames(fitting: Sequence[Candidate]) -> list[Candidate]:
-    best: dict[tuple[object, ...], Candidate] = {}
+    best: dict[Frame, Candidate] = {}
     for candidate in fitting:
-        best.setdefault(_frame(candidate), candidate)
+        best.setdefault(frame_of(candidate.plan), candidate)
     return list(best.values())[1:]
 
 
@@ -192,10 +196,11 @@ def certainty(advice: Advice, past_errors: Sequence[float]) -> str:
     if not advice.rivals:
         return "There is no other plan that fits to compare it with."
     rival = advice.rivals[0]
-    ahead = f"{rival.margin:.1%} ahead of the runner-up ({describe(rival.candidate.plan)})"
+    ahead = f"{rival.margin:.1%} ahead of the runner-up ({_unlike(rival.candidate.plan, advice.recommended.plan)})"
     if rival.beaten is not None:
         closest = min(advice.rivals, key=lambda r: 1.0 if r.beaten is None else r.beaten)
-        worst = f"; of all rivals, {describe(closest.candidate.plan)} beats it most often" * (closest is not rival)
+        other = _unlike(closest.candidate.plan, advice.recommended.plan)
+        worst = f"; of all rivals, {other} beats it most often" * (closest is not rival)
         return f"It is {ahead} on average, and faster in {rival.beaten:.0%} of steps with the same luck{worst}."
     if not past_errors:
         return f"It is {ahead}; no run has been compared here yet, so how far to trust that is not known."

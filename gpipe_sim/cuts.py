@@ -1,42 +1,53 @@
-"""Where to cut: for every frame at once the cut with the smallest bottleneck among those that fit.
+"""Where to cut: for each frame the cut with the smallest bottleneck among those that fit, the best frames first.
 
 Without queues on links a GPipe step takes
 
     T = sum f + sum b + 2 sum c + (M-1) (max f + max b)                     over stages, c over the links at the cuts
 
-and what of it depends on the cut is its *bottleneck*: the largest, over stages, of the seconds per step
+and what of it depends on the cut is its *bottleneck*, the largest stage (its seconds are in `intervals`). A stage that
+begins at cut i and ends l cuts further, with d stages to go, has its seconds whatever else is cut, and its checkpoint
+mode too: the fastest that its memory allows, since recomputing less never makes a step slower (a step is a maximum of
+sums, monotone in each). So dynamic programming from the last stage is exact:
 
-    max(F, C) + max(B + R, C)        F, B, R: forwards, backwards, recomputations of all micro-batches; C: the link's
+    bottleneck[d, i] = min over l of max(stage[d, i, l], bottleneck[d-1, i+l])
 
-A stage of layers i..j-1 with d stages to go has its seconds whatever else is cut, and its checkpoint mode too: the
-fastest that its memory allows, since recomputing less never makes a step slower (a step is a maximum of sums, monotone
-in each). So dynamic programming from the last stage is exact:
+Three things keep it short:
 
-    bottleneck[d, i] = min over j of max(stage[d, i, j], bottleneck[d-1, j])
-
-Arrays have an axis for M, and one chain of tables serves every K. Memory counts here what a stage holds at least:
-parameters and optimizer state, the inputs of the micro-batches in flight (M; with 1f1b at most d), what they save, and
-posted receives. What is left out is small; the evaluator has the last word.
+* One chain of tables serves a *batch* of frames: several M, and every K between two powers of two.
+* Stages much longer than the average are of no use, so l goes up to a longest stage only. If one beyond it could matter
+  after all (it may fit, and is within the bottleneck that was found), all is done again with a longer one.
+* A batch is cut only when no other promises less than it would with perfectly even stages.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache, partial
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, count
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from gpipe_sim.catalog import Link
-from gpipe_sim.model import bytes_per_parameter
-from gpipe_sim.plan import Plan, recomputed
+from gpipe_sim.intervals import MODES, Intervals, Place, StageTable
+from gpipe_sim.plan import Plan, microbatch_sizes
 from gpipe_sim.profile import Array, Profile
-from gpipe_sim.scenario import Checkpoint, Optimizer, Recompute, ScheduleName
+from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
+from gpipe_sim.schedule import in_flight
 
-MODES: tuple[Checkpoint, ...] = ("never", "except_last", "always")
-"""From the fastest to the smallest."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 Modes = tuple[Checkpoint, ...] | Checkpoint | None
 """One for each stage, one for all, or each stage's own choice."""
+
+_GROUPS, _GROUPS_PER_STAGE = 160, 16
+"""A model of more layers is cut between groups of layers: at least so many, and so many for each stage."""
+_LONGER = 2
+"""Than the average, by this factor, a stage may be at first."""
+_SAME = 1e-12
+"""Relative difference below which two sums of the same layers in another order count as equal."""
+_NUMBERS = 65_536
+"""In a table, if it is not one M alone that has more: large enough for numpy, small enough for a cache."""
+_KEPT = 16
+"""Tables of costs that are kept for the next question."""
 
 
 class Frame(NamedTuple):
@@ -46,9 +57,15 @@ class Frame(NamedTuple):
     num_microbatches: int
     schedule: ScheduleName
     recompute: Recompute
+    backward: BackwardOrder
+    placement: tuple[int, ...] | None
+    """None is in order."""
+    window: int | None
 
-
-MakePlan = Callable[[Frame, tuple[int, ...], tuple[Checkpoint, ...]], Plan]
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All but how many stages and micro-batches."""
+        return self[2:]
 
 
 class Promise(NamedTuple):
@@ -58,156 +75,227 @@ class Promise(NamedTuple):
     plan: Callable[[], Plan]
 
 
-class _Stage(NamedTuple):
-    """One stage as every interval of layers: axes are M, the cut where it begins and the cut where it ends."""
+class _Batch(NamedTuple):
+    """Frames of one kind that are cut together."""
 
-    seconds: Array
-    """Per step, of the fastest mode that fits; infinite where none does."""
-    by_mode: Mapping[Checkpoint, Array]
+    cuts: tuple[int, ...]
+    """Where a stage may begin or end."""
+    frames: Sequence[Frame]
+    modes: Modes
+    step_time_s: float
+    """None of them promises less."""
+    least_bytes: float
+    """Some stage of each takes at least as many."""
 
 
-class Intervals:
-    """What the layers between any two cuts cost, for several numbers of micro-batches."""
+def group_size(num_layers: int, num_stages: int) -> int:
+    """Layers between two cuts; the same for all numbers of stages between two powers of two."""
+    return -(-num_layers // max(_GROUPS, _GROUPS_PER_STAGE << num_stages.bit_length() - 1))
+
+
+class Cutter:
+    """Finds the cuts of many frames of one scenario, and the stages' checkpoint modes where they are left open."""
 
     def __init__(
-        self, profile: Profile, optimizer: Optimizer, cuts: npt.NDArray[np.int_], sizes: Sequence[tuple[int, ...]]
+        self,
+        scenario: Scenario,
+        profile: Profile,
+        make_plan: Callable[[Frame, tuple[int, ...], tuple[Checkpoint, ...]], Plan],
+        frames: Sequence[Frame],
+        modes: Sequence[Modes],
+        balances: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        self.cuts, self.counts = cuts, np.array([len(one) for one in sizes])
-        per = bytes_per_parameter(optimizer, profile.dtype)
-        self.model_bytes = self._between(profile.parameter_bytes[None] * (1 + per.optimizer / per.weight))
+        self._scenario, self._profile, self._make_plan = scenario, profile, make_plan
+        self._sizes = {M: microbatch_sizes(scenario.batch, M) for M in {frame.num_microbatches for frame in frames}}
+        self._once_s = {M: self._pass_s(sizes[-1]) for M, sizes in self._sizes.items()}
+        """Of the smallest micro-batch, through the whole model and back."""
+        self._all_s = {M: sum(sizes.count(n) * self._pass_s(n) for n in set(sizes)) for M, sizes in self._sizes.items()}
+        """Of all micro-batches."""
+        self._known_places: dict[Place, Place] = {}
+        self._places = cache(self._make_places)
+        self._intervals = lru_cache(_KEPT)(self._make_intervals)
+        """The same for every question and schedule."""
+        self._batches = [
+            batch
+            for cuts, some in self._with_cuts(frames, balances)
+            for chosen in modes
+            for alike in _groups(some, lambda frame: frame.kind).values()
+            for batch in self._batched(cuts, alike, chosen)
+        ]
 
-        def total(column: str, chosen: Sequence[tuple[int, ...]]) -> Array:
-            """Of each layer, over the micro-batches of a step."""
-            columns = {n: getattr(profile.at(n), column) for one in chosen for n in set(one)}
-            nothing = np.zeros(profile.num_layers)
-            return np.array([sum((one.count(n) * columns[n] for n in set(one)), nothing) for one in chosen])
+    def promises(self, limit: float) -> Iterator[Promise]:
+        """For each frame that has a cut within so many bytes, the one with the smallest bottleneck, in the order of
+        about how long its step takes."""
+        order = count()
+        waiting: list[tuple[float, int, _Batch | Promise]] = [
+            (batch.step_time_s, next(order), batch) for batch in self._batches if batch.least_bytes <= limit
+        ]
+        heapify(waiting)
+        while waiting:
+            first = heappop(waiting)[-1]
+            if isinstance(first, Promise):
+                yield first
+                continue
+            for promise in self._promises_of(first, limit):
+                heappush(waiting, (promise.step_time_s, next(order), promise))
 
-        self.forward_s, self.backward_s = (self._between(total(name, sizes)) for name in ("forward_s", "backward_s"))
-        again = {mode: [_recomputed(mode, one) for one in sizes] for mode in MODES}
-        self.recompute_s = {mode: self._between(total("forward_s", chosen)) for mode, chosen in again.items()}
-        largest, smallest = ([profile.at(one[which]) for one in sizes] for which in (0, -1))
-        self.saved_bytes = self._between(np.array([costs.saved_bytes for costs in largest]))
-        outputs = np.array([costs.output_bytes for costs in largest])
-        self.boundary_bytes = np.concatenate([np.zeros((len(sizes), 1)), outputs[:, cuts[1:] - 1]], axis=1)
-        """Of one micro-batch, at each cut."""
-        crossing = total("output_bytes", sizes)
-        self.crossing_bytes = np.concatenate([np.zeros((len(sizes), 1)), crossing[:, cuts[1:] - 1]], axis=1)
-        """Of a step, at each cut."""
-        self.once_s = np.array([float((costs.forward_s + costs.backward_s).sum()) for costs in smallest])
-        """One micro-batch through the whole model and back."""
+    # --- batches ---------------------------------------------------------------------------------------------------
 
-    def _between(self, layers: Array) -> Array:
-        sums = np.concatenate([np.zeros((len(layers), 1)), np.cumsum(layers, axis=1)], axis=1)[:, self.cuts]
-        between: Array = sums[:, None, :] - sums[:, :, None]
-        return between
+    def _with_cuts(
+        self, frames: Sequence[Frame], balances: Sequence[tuple[int, ...]] | None
+    ) -> Iterator[tuple[tuple[int, ...], list[Frame]]]:
+        """Frames with the cuts that they may have: those of a given balance, or all."""
+        for balance in balances or ():
+            yield (0, *accumulate(balance)), [frame for frame in frames if frame.num_stages == len(balance)]
+        if balances is None:
+            num_layers = self._profile.num_layers
+            for some in _groups(frames, lambda frame: frame.num_stages.bit_length()).values():
+                yield (*range(0, num_layers, group_size(num_layers, some[0].num_stages)), num_layers), some
 
-    def stage(
-        self, slowdown: float, ahead: Link | None, behind: Link | None, window: int, in_flight: int, limit: float
-    ) -> dict[Checkpoint, Array]:
-        """Seconds by mode of a stage on a device so much slower, between these links, that holds so many micro-batches
-        at a time; infinite where it takes more than the limit. `behind` is given where sends block."""
-        held = np.minimum(in_flight, self.counts)[:, None, None]
-        posted = np.minimum(window, self.counts)[:, None] * self.boundary_bytes * (ahead is not None)
-        fixed_bytes = self.model_bytes + self.boundary_bytes[:, :, None] * held + posted[:, None, :]
-        seconds = self._seconds(slowdown, ahead, behind)
-        fits_once = fixed_bytes + self.saved_bytes <= limit
-        fits = dict.fromkeys(MODES, fits_once) | {"never": fixed_bytes + self.saved_bytes * held <= limit}
-        return {mode: np.where(fits[mode], seconds[mode], np.inf) for mode in MODES}
+    def _batched(self, cuts: tuple[int, ...], frames: Sequence[Frame], modes: Modes) -> Iterator[_Batch]:
+        """Frames of one kind by M, so that a batch's tables are not large, and what might be best is together."""
+        able = [f for f in frames if not isinstance(modes, tuple) or len(modes) == f.num_stages]
+        if not able:
+            return
+        slowdown = self._scenario.cluster.slowdown
+        fewest, most = (choose(frame.num_stages for frame in able) for choose in (min, max))
+        speed = sum(1 / slowdown.get(rank, 1.0) for rank in able[0].placement or range(most))
+        by_count = _groups(able, lambda frame: frame.num_microbatches)
+        bounds = {M: self._once_s[M] + self._all_s[M] / speed * (M - 1) / M for M in by_count}
+        counts = sorted(bounds, key=lambda M: bounds[M])
+        together = max(1, _NUMBERS // (len(cuts) * _longest(cuts, fewest)))
+        for first in range(0, len(counts), together):
+            some = counts[first : first + together]
+            mine = [frame for M in some for frame in by_count[M]]
+            yield _Batch(cuts, mine, modes, bounds[some[0]], self._profile.parameter_bytes.sum() / most)
 
-    @lru_cache  # noqa: B019  # lives as long as one search
-    def _seconds(self, slowdown: float, ahead: Link | None, behind: Link | None) -> dict[Checkpoint, Array]:
-        """Infinite where a stage would have no layer."""
-        out = self.crossing_bytes[:, None, :] / ahead.bandwidth if ahead else 0.0
-        none = np.tri(len(self.cuts), dtype=bool)
-        found: dict[Checkpoint, Array] = {}
-        for mode in MODES:
-            forward, backward = self.forward_s * slowdown, (self.backward_s + self.recompute_s[mode]) * slowdown
-            if behind is None:
-                seconds = np.maximum(forward, out) + np.maximum(backward, out)
-            else:
-                seconds = forward + backward + out + self.crossing_bytes[:, :, None] / behind.bandwidth
-            found[mode] = np.where(none, np.inf, seconds)
+    def _pass_s(self, size: int) -> float:
+        costs = self._profile.at(size)
+        return float((costs.forward_s + costs.backward_s).sum())
+
+    # --- cuts ------------------------------------------------------------------------------------------------------
+
+    def _promises_of(self, batch: _Batch, limit: float) -> list[Promise]:
+        counts = tuple(sorted({frame.num_microbatches for frame in batch.frames}))
+        longest = _longest(batch.cuts, min(frame.num_stages for frame in batch.frames))
+        while True:
+            longest = min(longest, len(batch.cuts) - 1)
+            found = self._promises_up_to(batch, self._intervals(batch.cuts, counts, longest), limit)
+            if found is not None:
+                return found
+            longest *= 2
+
+    def _promises_up_to(self, batch: _Batch, intervals: Intervals, limit: float) -> list[Promise] | None:
+        """Those with no stage beyond the longest; None if one might do better."""
+        chains, longer_s, found = _Chains(intervals, limit), intervals.longer_s(limit), list[Promise]()
+        rows = {int(M): row for row, M in enumerate(intervals.counts)}
+        for frames in _groups(batch.frames, lambda frame: frame.num_stages).values():
+            places = self._places(frames[0]._replace(num_microbatches=max(self._sizes)), batch.modes)
+            stages, bottleneck = chains.of(places)
+            least_s = longer_s * min(place.slowdown for place in places)
+            if np.any((least_s < np.inf) & (least_s <= bottleneck * (1 + _SAME))):
+                return None
+            for frame in frames:
+                M, row = frame.num_microbatches, rows[frame.num_microbatches]
+                smallest = float(bottleneck[row])
+                if smallest < np.inf:
+                    about = self._once_s[M] + smallest * (M - 1) / M
+                    found.append(Promise(about, partial(self._plan, frame, intervals, row, smallest, stages)))
         return found
 
+    def _plan(
+        self, frame: Frame, intervals: Intervals, row: int, bottleneck: float, from_last: Sequence[StageTable]
+    ) -> Plan:
+        """Of all cuts within the bottleneck the most even one: fill, drain and queues prefer it."""
+        bound = bottleneck * (1 + _SAME)
+        least = np.full((1, len(intervals.cuts)), np.inf)
+        least[:, -1] = 0.0
+        lengths = []
+        for stage in from_last:
+            seconds = stage.seconds[row]
+            after = intervals.at_ends(intervals.padded(least, np.inf))[0]
+            table = np.where(seconds <= bound, seconds, np.inf) ** 2 + after
+            lengths.append(table.argmin(axis=0))
+            least[0, :-1], least[0, -1] = table.min(axis=0), np.inf
+        borders, modes = [0], []
+        for stage, length in zip(reversed(from_last), reversed(lengths), strict=True):
+            begin = borders[-1]
+            modes.append(stage.mode_at(row, int(length[begin]), begin))
+            borders.append(begin + int(length[begin]) + 1)
+        return self._make_plan(frame, tuple(np.diff(intervals.cuts[borders]).tolist()), tuple(modes))
 
-def _recomputed(mode: Checkpoint, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for n, again in zip(sizes, recomputed(mode, len(sizes)), strict=True) if again)
+    def _make_intervals(self, cuts: tuple[int, ...], counts: tuple[int, ...], longest: int) -> Intervals:
+        return Intervals(self._profile, self._scenario.optimizer, cuts, [self._sizes[M] for M in counts], longest)
+
+    def _make_places(self, frame: Frame, modes: Modes) -> list[Place]:
+        """Equal places are the same object."""
+        K, M, overlap = frame.num_stages, frame.num_microbatches, self._scenario.cluster.overlap
+        plan = self._make_plan(frame, (1,) * K, (MODES[0],) * K)
+        links = [None, *(plan.link(k) for k in range(K - 1)), None]
+        places = [
+            Place(
+                slowdown=plan.slowdown(k),
+                ahead=links[k + 1],
+                behind=None if overlap else links[k],
+                window=frame.window or M,
+                in_flight=in_flight(frame.schedule, k, K, M),
+                mode=modes[k] if isinstance(modes, tuple) else modes,
+            )
+            for k in range(K)
+        ]
+        return [self._known_places.setdefault(place, place) for place in places]
 
 
-def promises(
-    intervals: Intervals, frames: Sequence[Frame], make_plan: MakePlan, modes: Modes, limit: float
-) -> Iterator[Promise]:
-    """For each frame that has a cut within the limit, the one with the smallest bottleneck.
+class _Chains:
+    """Bottlenecks of the stages from some to the last.
 
-    The frames have one schedule. A stage is made once for all frames in which it has the same neighbours, and so is a
-    chain of stages up to the last: where devices and links are alike, one chain serves every K.
+    A stage is made once for all plans in which it stands in the same place, and a chain of stages once for all that end
+    in it: where devices and links are alike, one chain serves every K.
     """
-    rows = {int(M): row for row, M in enumerate(intervals.counts)}
-    made: dict[tuple[object, ...], _Stage] = {}
-    chains: dict[tuple[int, ...], Array] = {}
-    for K in sorted({frame.num_stages for frame in frames}):
-        mine = [frame for frame in frames if frame.num_stages == K]
-        if isinstance(modes, tuple) and len(modes) != K:
-            continue
-        stages = _stages(intervals, make_plan(mine[0], (1,) * K, (MODES[0],) * K), modes, limit, made)
-        bottleneck = np.full((len(rows), len(intervals.cuts)), np.inf)
-        bottleneck[:, -1] = 0.0
-        for first in reversed(range(K)):
-            key = tuple(map(id, stages[first:]))
-            if key not in chains:
-                chains[key] = np.maximum(stages[first].seconds, bottleneck[:, None, :]).min(axis=2)
-            bottleneck = chains[key]
-        for frame in mine:
-            row, M = rows[frame.num_microbatches], frame.num_microbatches
-            smallest = float(bottleneck[row, 0])
-            if smallest < np.inf:
-                about = float(intervals.once_s[row]) + smallest * (M - 1) / M
-                yield Promise(about, partial(_cut, intervals, frame, make_plan, row, smallest, stages))
+
+    def __init__(self, intervals: Intervals, limit: float) -> None:
+        self.intervals, self.limit, self.most = intervals, limit, int(intervals.counts.max())
+        no_stage = np.full((len(intervals.counts), len(intervals.cuts)), np.inf)
+        no_stage[:, -1] = 0.0
+        self.no_stage = intervals.padded(no_stage, np.inf)
+        self.made: dict[Place, StageTable] = {}
+        self.made_for: dict[int, StageTable] = {}
+        self.chains: dict[tuple[int, int], Array] = {}
+
+    def of(self, places: Sequence[Place]) -> tuple[list[StageTable], Array]:
+        """The stages, from the last to the first, and for each M the bottleneck of them all."""
+        stages, bottleneck = list[StageTable](), self.no_stage
+        for place in reversed(places):
+            stages.append(self.stage(place))
+            bottleneck = self.before(bottleneck, stages[-1])
+        return stages, bottleneck[:, 0]
+
+    def stage(self, place: Place) -> StageTable:
+        """In this place; more micro-batches in flight than there are make no difference."""
+        if id(place) not in self.made_for:
+            known = place._replace(in_flight=min(place.in_flight, self.most))
+            if known not in self.made:
+                self.made[known] = self.intervals.stage(known, self.limit)
+            self.made_for[id(place)] = self.made[known]
+        return self.made_for[id(place)]
+
+    def before(self, bottleneck: Array, stage: StageTable) -> Array:
+        """The bottleneck of this stage and those after it, for every cut where it may begin."""
+        key = id(bottleneck), id(stage)
+        if key not in self.chains:
+            table = np.maximum(stage.seconds, self.intervals.at_ends(bottleneck))
+            self.chains[key] = np.full_like(self.no_stage, np.inf)
+            table.min(axis=1, out=self.chains[key][:, : -self.intervals.longest])
+        return self.chains[key]
 
 
-def _stages(
-    intervals: Intervals, plan: Plan, modes: Modes, limit: float, made: dict[tuple[object, ...], _Stage]
-) -> list[_Stage]:
-    K, cluster = plan.num_stages, plan.scenario.cluster
-    links = [None, *(plan.link(k) for k in range(K - 1)), None]
-    most = int(intervals.counts.max())
-    stages = []
-    for k in range(K):
-        mode = modes[k] if isinstance(modes, tuple) else modes
-        in_flight = K - k if plan.schedule == "1f1b" else most
-        key = (plan.slowdown(k), links[k + 1], None if cluster.overlap else links[k], plan.window or most, in_flight)
-        if (*key, mode) not in made:
-            by_mode = {
-                one: seconds for one, seconds in intervals.stage(*key, limit).items() if mode is None or mode == one
-            }
-            # Modes that recompute have the same least bytes, so that of them only the fastest is of interest here.
-            fastest = list(by_mode.values())[:2]
-            made[*key, mode] = _Stage(np.minimum.reduce(fastest), by_mode)
-        stages.append(made[*key, mode])
-    return stages
+def _longest(cuts: Sequence[int], num_stages: int) -> int:
+    """How long a stage may be at first, counted in cuts."""
+    return min(len(cuts) - 1, -(-_LONGER * (len(cuts) - 1) // num_stages))
 
 
-def _cut(
-    intervals: Intervals,
-    frame: Frame,
-    make_plan: MakePlan,
-    row: int,
-    bottleneck: float,
-    stages: Sequence[_Stage],
-) -> Plan:
-    """Of all cuts within the bottleneck the most even one: fill, drain and queues prefer it."""
-    bound = bottleneck * (1 + 1e-12)
-    least = np.full(len(intervals.cuts), np.inf)
-    least[-1] = 0.0
-    ends = []
-    for stage in reversed(stages):
-        seconds = stage.seconds[row]
-        table = np.where(seconds <= bound, seconds, np.inf) ** 2 + least
-        ends.append(table.argmin(axis=1))
-        least = table.min(axis=1)
-    places, modes = [0], []
-    for end, stage in zip(reversed(ends), stages, strict=True):
-        begin, place = places[-1], int(end[places[-1]])
-        modes.append(min(stage.by_mode, key=lambda mode: stage.by_mode[mode][row, begin, place]))
-        places.append(place)
-    return make_plan(frame, tuple(np.diff(intervals.cuts[places]).tolist()), tuple(modes))
+def _groups(frames: Iterable[Frame], key: Callable[[Frame], _Key]) -> dict[_Key, list[Frame]]:
+    groups: dict[_Key, list[Frame]] = {}
+    for frame in frames:
+        groups.setdefault(key(frame), []).append(frame)
+    return groups

@@ -117,6 +117,8 @@ class Prediction:
         recompute                 when recomputations start
         backward                  the order of backwards that is run
         balance                   layers of each stage
+        placement                 the rank of each stage
+        window                    receives posted ahead per edge and direction, or all
         step_time_s               from the first action to the end of the last update; with jitter, the mean
         pipeline_time_s           T, from the first action to the end of the last backward; with jitter, the mean
         throughput_samples_s      batch / step_time_s
@@ -143,6 +145,8 @@ class Prediction:
             "recompute": plan.recompute,
             "backward": plan.backward,
             "balance": list(plan.balance),
+            "placement": list(plan.placement),
+            "window": plan.window or "all",
             "step_time_s": self.step_time_s,
             "pipeline_time_s": self.pipeline_time_s,
             "throughput_samples_s": self.throughput_samples_s,

@@ -141,6 +141,11 @@ SCHEDULES: dict[ScheduleName, Callable[[int, int, int, BackwardOrder], Order]] =
 }
 
 
+def in_flight(schedule: ScheduleName, stage: int, num_stages: int, num_microbatches: int) -> int:
+    """Micro-batches of which a stage has run the forward and not yet the backward, at most at a time."""
+    return min(num_stages - stage, num_microbatches) if schedule == "1f1b" else num_microbatches
+
+
 def stage_order(
     schedule: ScheduleName,
     stage: int,

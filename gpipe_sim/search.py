@@ -3,10 +3,11 @@
 A *frame* fixes K, M, schedule and recompute. Within a frame the cut and the stages' checkpoint modes are found in two
 steps; frames are visited in the order of what the first step promises.
 
-1. **Cut.** The one with the smallest bottleneck, each stage recomputing only what its memory demands; exact, for all K
-   and M at once (`cuts`).
+1. **Cut.** The one with the smallest bottleneck, each stage recomputing only what its memory demands; exact, for a
+   batch of frames at once (`cuts`). Batches that even perfectly equal stages would not make worth it are left out. A
+   very long model is cut between groups of layers at first, so many that each stage has several.
 2. **Step.** What the bottleneck leaves out (fill and drain of uneven stages, queues, windows, buffers) is settled by
-   the evaluator: the cut and its neighbours (a layer moved to another stage, one stage's mode changed) are evaluated,
+   the evaluator: the cut and its neighbours (a piece moved to another stage, one stage's mode changed) are evaluated,
    the best is taken, and so on while it improves.
 
 A space of few possibilities is enumerated instead, and so solved exactly. The front of time against memory is found by
@@ -15,24 +16,30 @@ asking again with less and less memory.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from itertools import combinations, pairwise, permutations, product
+from functools import cached_property
+from itertools import accumulate, combinations, islice, pairwise, permutations, product
 from math import comb
+from typing import TypeVar
 
 import numpy as np
 
 from gpipe_sim.costs import build_profile
-from gpipe_sim.cuts import MODES, Frame, Intervals, Promise, promises
+from gpipe_sim.cuts import Cutter, Frame, group_size
 from gpipe_sim.evaluate import evaluate, obstacle
+from gpipe_sim.intervals import MODES
 from gpipe_sim.limits import CELLS
 from gpipe_sim.metrics import StepMetrics, step_metrics
 from gpipe_sim.plan import Plan, microbatch_sizes, order_of_backwards
-from gpipe_sim.scenario import Checkpoint, Recompute, Scenario, ScheduleName
+from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
 from gpipe_sim.schedule import SCHEDULES
 from gpipe_sim.simulate import simulate
 
+_Value = TypeVar("_Value")
+
 ENUMERATED = 6000
 """Plans in a space up to which all of them are evaluated: a second or so."""
+_SIMULATED = 20
+"""As how many of them a plan counts that must be simulated."""
 
 _SLACK = 0.02
 """How much worse than the best found a frame may promise to be and is still looked at: promises are not exact."""
@@ -43,16 +50,15 @@ _FEW_STAGES = 8
 """Up to so many, a piece may move between any two stages; beyond, between neighbours."""
 _REFINED = 2
 """Frames of each question whose best plan is improved further."""
+_EFFORT, _MORE_EFFORT = 1_000_000, 8_000_000
+"""Stages times micro-batches of all neighbours that are evaluated to improve one plan, and one that matters: a plan of
+many has a bottleneck that is hard to miss, and little to gain otherwise."""
 _LESS_MEMORY = 0.7
 """Each question for the front allows this share of the memory that the last answer took."""
 _NEARLY = 1.02
 """How exactly the least memory that would be enough is looked for where nothing fits."""
-_MOST_NUMBERS = 16_000_000
-"""In the tables of all intervals of all stages: half a gigabyte."""
 _MOST_SIZES = 500
 """Sizes of micro-batches that are searched; of more, such that each is the next one's equal share."""
-_MAX_LAYERS = 160
-"""Longer models are cut between groups of layers only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,24 @@ class Space:
     """Modes of the stages, one for all or one for each; None leaves each stage its choice."""
     recomputes: tuple[Recompute, ...] = ("early",)
     """Early waits for less, so it is never slower."""
+    backwards: tuple[BackwardOrder, ...]
+    placements: tuple[tuple[int, ...] | None, ...]
+    windows: tuple[int | None, ...]
     balances: tuple[tuple[int, ...], ...] | None = None
+    """None is any cut."""
+
+
+def frame_of(plan: Plan) -> Frame:
+    """All of a plan but its cut and modes."""
+    return Frame(
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        recompute=plan.recompute,
+        backward=plan.backward,
+        placement=plan.placement,
+        window=plan.window,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +120,7 @@ class Candidate:
     def key(self) -> tuple[object, ...]:
         """Equal for equal plans."""
         plan = self.plan
-        return plan.balance, plan.checkpoint, plan.num_microbatches, plan.schedule, plan.recompute
+        return plan.balance, plan.checkpoint, *frame_of(plan)
 
 
 def space_of(points: Sequence[Scenario]) -> Space:
@@ -106,24 +129,31 @@ def space_of(points: Sequence[Scenario]) -> Space:
     given = first.document.data.get("plan") or {}
     specs = [point.plan for point in points]
     num_layers, devices = build_profile(first, (1,)).num_layers, first.cluster.num_devices
-    schedules = tuple(dict.fromkeys(spec.schedule for spec in specs)) if "schedule" in given else tuple(SCHEDULES)
-    stages = {spec.num_stages for spec in specs if spec.num_stages}
-    if not stages and devices is None:
-        raise first.error("cluster.devices_per_node", "is missing, expected how many devices may be used, such as 8")
-    stages = stages or set(range(1, min(devices or 1, num_layers) + 1))
+    stages = {spec.num_stages for spec in specs}
+    if None in stages:
+        if devices is None:
+            message = "is missing, expected how many devices may be used, such as 8"
+            raise first.error("cluster.devices_per_node", message)
+        stages = {*range(1, min(devices, num_layers) + 1)}
+    schedules = _distinct(spec.schedule for spec in specs) if "schedule" in given else tuple(SCHEDULES)
     microbatches = {spec.microbatches for spec in specs if spec.microbatches} or _sensible_counts(first.batch)
-    if schedules == ("naive",):
-        microbatches = {1}
-    balances = tuple(dict.fromkeys(spec.balance for spec in specs if spec.balance)) or None
+    balances = _distinct(spec.balance for spec in specs)
     return Space(
-        scenario=first,
-        stages=tuple(sorted(stages)),
-        microbatches=tuple(sorted(microbatches)),
+        scenario=replace(first, swept={}),  # its lists are chosen from
+        stages=tuple(sorted(filter(None, stages))),
+        microbatches=(1,) if schedules == ("naive",) else tuple(sorted(microbatches)),
         schedules=schedules,
-        checkpoints=tuple(dict.fromkeys(spec.checkpoint for spec in specs)) if "checkpoint" in given else None,
-        recomputes=tuple(dict.fromkeys(spec.recompute for spec in specs)) if "recompute" in given else ("early",),
-        balances=balances,
+        checkpoints=_distinct(spec.checkpoint for spec in specs) if "checkpoint" in given else None,
+        recomputes=_distinct(spec.recompute for spec in specs) if "recompute" in given else ("early",),
+        backwards=_distinct(spec.backward for spec in specs),
+        placements=_distinct(spec.placement for spec in specs),
+        windows=_distinct(spec.window for spec in specs),
+        balances=None if None in balances else tuple(filter(None, balances)),
     )
+
+
+def _distinct(values: Iterable[_Value]) -> tuple[_Value, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 def _sensible_counts(batch: int) -> set[int]:
@@ -167,10 +197,6 @@ class _Search:
         Ms = space.microbatches
         self.profile = build_profile(self.scenario, {n for M in Ms for n in microbatch_sizes(self.scenario.batch, M)})
         self.found: dict[tuple[object, ...], Candidate] = {}
-        num_layers = self.profile.num_layers
-        step = -(-num_layers // _MAX_LAYERS)
-        self.cuts = np.unique(np.append(np.arange(0, num_layers, step), num_layers))
-        """Where a stage may begin or end."""
         self.enumerated = self.num_possibilities() <= ENUMERATED
         if self.enumerated:
             self.judge([plan for frame in self.frames() for plan in self.possibilities(frame)])
@@ -178,28 +204,30 @@ class _Search:
     # --- frames ----------------------------------------------------------------------------------------------------
 
     def frames(self) -> Iterator[Frame]:
-        space = self.space
-        for K, M, schedule, recompute in product(space.stages, space.microbatches, space.schedules, space.recomputes):
-            single = M == 1 or schedule == "naive"
-            if K >= len(self.cuts) or K * M > CELLS or (schedule == "naive" and M > 1):
-                continue
-            if single and schedule != "naive" and "naive" in space.schedules:
-                continue  # one micro-batch makes all schedules the same
-            yield Frame(K, M, schedule, recompute)
+        space, most = self.space, self.profile.num_layers
+        for schedule in space.schedules:
+            orders = _distinct(order_of_backwards(schedule, order) for order in space.backwards)
+            for K, M, recompute, order, placement, window in product(
+                space.stages, space.microbatches, space.recomputes, orders, space.placements, space.windows
+            ):
+                if K > most or K * M > CELLS or (placement is not None and len(placement) != K):
+                    continue
+                if M > 1 if schedule == "naive" else M == 1 and "naive" in space.schedules:
+                    continue  # one micro-batch makes all schedules the same
+                yield Frame(K, M, schedule, recompute, order, placement, window)
 
     def plan(self, frame: Frame, balance: tuple[int, ...], checkpoint: tuple[Checkpoint, ...]) -> Plan:
-        spec = self.scenario.plan
         return Plan(
             scenario=self.scenario,
             profile=self.profile,
             balance=balance,
-            placement=spec.placement or tuple(range(frame.num_stages)),
+            placement=frame.placement or tuple(range(frame.num_stages)),
             num_microbatches=frame.num_microbatches,
             checkpoint=checkpoint,
             schedule=frame.schedule,
             recompute=frame.recompute,
-            backward=order_of_backwards(frame.schedule, spec.backward),
-            window=spec.window,
+            backward=frame.backward,
+            window=frame.window,
         )
 
     def ask(self, limit: float) -> None:
@@ -208,13 +236,14 @@ class _Search:
             return
         demanded, reached, tried = limit, list[Candidate](), list[Candidate]()
         for _ in range(_ATTEMPTS):
-            promises = sorted(self.promises(demanded), key=lambda promise: promise.step_time_s)[:_LOOKED_AT]
-            tried = []
-            for first in range(0, len(promises), _TOGETHER):
+            tried, promises = [], islice(self.cutter.promises(demanded), _LOOKED_AT)
+            while some := list(islice(promises, _TOGETHER)):
                 best = min((candidate.step_time_s for candidate in reached), default=np.inf)
-                some = [p.plan() for p in promises[first:][:_TOGETHER] if p.step_time_s <= best * (1 + _SLACK)]
-                tried += self.made_to_fit(self.judge(some), limit)
+                worth_it = [promise.plan() for promise in some if promise.step_time_s <= best * (1 + _SLACK)]
+                tried += self.made_to_fit(self.judge(worth_it), limit)
                 reached = [candidate for candidate in tried if candidate.peak_bytes <= limit]
+                if len(worth_it) < len(some):
+                    break
             if reached or not tried:
                 break
             # Promises count what a stage holds at least: demand less by as much as the best of them was over.
@@ -223,13 +252,20 @@ class _Search:
             smallest = self.shrink(min(tried, key=lambda c: c.peak_bytes), limit)
             reached = [smallest] if smallest.peak_bytes <= limit else []
         for candidate in sorted(reached, key=lambda c: c.step_time_s)[:_REFINED]:
-            self.refine(candidate, limit)
+            self.refine(candidate, limit, _EFFORT)
 
     def polish(self, limit: float) -> None:
         """Improve the best of all questions once more: one that asked for less memory may have led further."""
         within = [candidate for candidate in self.found.values() if candidate.peak_bytes <= limit]
         for candidate in sorted(within, key=lambda c: c.step_time_s)[:_REFINED] if not self.enumerated else ():
-            self.refine(candidate, limit)
+            self.refine(candidate, limit, _MORE_EFFORT)
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Of all frames."""
+        space = self.space
+        modes = space.checkpoints or (None,)
+        return Cutter(self.scenario, self.profile, self.plan, list(self.frames()), modes, space.balances)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -263,40 +299,47 @@ class _Search:
         may_choose = self.space.checkpoints is None and tuple(modes) != plan.checkpoint
         return replace(plan, checkpoint=tuple(modes)) if may_choose else None
 
-    def refine(self, candidate: Candidate, limit: float) -> None:
-        """Take the fastest neighbour within the limit while it is faster."""
-        while True:
-            around = [c for c in self.judge(list(self.neighbours(candidate.plan))) if c.peak_bytes <= limit]
-            best = min((candidate, *around), key=lambda c: c.step_time_s)
-            if best.step_time_s >= candidate.step_time_s * (1 - 1e-9):
-                return
-            candidate = best
+    def refine(self, candidate: Candidate, limit: float, effort: int) -> None:
+        """Make it faster, within the limit."""
+        self.improve(candidate, lambda c: c.step_time_s if c.peak_bytes <= limit else np.inf, effort)
 
     def shrink(self, candidate: Candidate, limit: float) -> Candidate:
-        """Take the smallest neighbour while it is smaller, until it is within the limit."""
-        while candidate.peak_bytes > limit:
-            around = self.judge(list(self.neighbours(candidate.plan, recompute_more=True)))
-            smallest = min((candidate, *around), key=lambda c: c.peak_bytes)
-            if smallest is candidate:
+        """Make it smaller, until it is within the limit."""
+        return self.improve(candidate, lambda c: max(c.peak_bytes, limit), _MORE_EFFORT, recompute_more=True)
+
+    def improve(
+        self, candidate: Candidate, cost: Callable[[Candidate], float], effort: int, *, recompute_more: bool = False
+    ) -> Candidate:
+        """Take the neighbour that costs least while it costs less; where none does, move smaller pieces."""
+        piece = group_size(self.profile.num_layers, candidate.plan.num_stages)
+        while piece:
+            around = list(self.neighbours(candidate.plan, piece, recompute_more=recompute_more))
+            effort -= sum(plan.num_stages * plan.num_microbatches * _weight(plan) for plan in around)
+            if effort < 0:
                 break
-            candidate = smallest
+            best = min((candidate, *self.judge(around)), key=cost)
+            if cost(best) < cost(candidate) * (1 - 1e-9):
+                candidate = best
+            else:
+                piece //= 2
         return candidate
 
-    def neighbours(self, plan: Plan, *, recompute_more: bool = False) -> Iterator[Plan]:
-        """A piece moved from one stage to another, the borders between them moving along, or one stage's mode changed:
-        to recompute less, or more, which is smaller and never faster."""
+    def neighbours(self, plan: Plan, piece: int, *, recompute_more: bool = False) -> Iterator[Plan]:
+        """So many layers moved from one stage to another, the borders between them moving along, or one stage's mode
+        changed: to recompute less, or more, which is smaller and never faster."""
         K = plan.num_stages
-        places = [0, *np.searchsorted(self.cuts, np.cumsum(plan.balance)).tolist()]
+        borders = [0, *accumulate(plan.balance)]
         far = K - 1 if K <= _FEW_STAGES else 1
         if self.space.balances is None:
             for giver, taker in permutations(range(K), 2):
                 if abs(giver - taker) <= far:
-                    moved = list(places)
+                    moved = list(borders)
                     first, last = sorted((giver, taker))
                     for border in range(first + 1, last + 1):
-                        moved[border] += -1 if giver < taker else 1
-                    if all(before < after for before, after in pairwise(moved)):
-                        yield replace(plan, balance=tuple(np.diff(self.cuts[moved]).tolist()))
+                        moved[border] += -piece if giver < taker else piece
+                    balance = tuple([after - before for before, after in pairwise(moved)])
+                    if min(balance) > 0:
+                        yield replace(plan, balance=balance)
         if self.space.checkpoints is None:
             for stage, mode in product(range(K), MODES):
                 more = MODES.index(mode) - MODES.index(plan.checkpoint[stage])
@@ -304,12 +347,14 @@ class _Search:
                     yield replace(plan, checkpoint=(*plan.checkpoint[:stage], mode, *plan.checkpoint[stage + 1 :]))
 
     def num_possibilities(self) -> int:
-        """Plans in the space; an upper bound where it is large."""
+        """Plans in the space, those that must be simulated counted several times; not all where there are many."""
         total = 0
         for frame in self.frames():
             K = frame.num_stages
-            cuts = comb(len(self.cuts) - 2, K - 1) if self.space.balances is None else len(self.space.balances)
-            total += cuts * (len(MODES) ** K if self.space.checkpoints is None else len(self.space.checkpoints))
+            cuts = comb(self.profile.num_layers - 1, K - 1) if self.space.balances is None else len(self.space.balances)
+            modes = len(MODES) ** K if self.space.checkpoints is None else len(self.space.checkpoints)
+            some = self.plan(frame, (1,) * K, (MODES[0],) * K)
+            total += cuts * modes * _weight(some)
             if total > ENUMERATED:
                 break
         return total
@@ -317,7 +362,7 @@ class _Search:
     def possibilities(self, frame: Frame) -> Iterator[Plan]:
         """Every cut with every choice of modes."""
         K = frame.num_stages
-        inner = self.cuts[1:-1].tolist()
+        inner = range(1, self.profile.num_layers)
         balances: Iterable[tuple[int, ...]] = (
             tuple(np.diff([0, *chosen, self.profile.num_layers]).tolist()) for chosen in combinations(inner, K - 1)
         )
@@ -333,33 +378,9 @@ class _Search:
         spread = [modes if isinstance(modes, tuple) else (modes,) * K for modes in self.space.checkpoints]
         return [modes for modes in spread if len(modes) == K]
 
-    # --- cuts ------------------------------------------------------------------------------------------------------
 
-    def promises(self, limit: float) -> Iterator[Promise]:
-        """For each frame the plan with the smallest bottleneck, and about how long its step takes."""
-        frames = list(self.frames())
-        if self.space.balances is not None:
-            for frame, balance in product(frames, self.space.balances):
-                if len(balance) == frame.num_stages:
-                    free: list[tuple[Checkpoint, ...]] = [(MODES[0],) * len(balance)]
-                    for modes in self.modes(len(balance)) if self.space.checkpoints else free:
-                        yield Promise(0.0, partial(self.plan, frame, balance, modes))
-            return
-        for schedule, recompute in product(self.space.schedules, self.space.recomputes):
-            mine = [frame for frame in frames if (frame.schedule, frame.recompute) == (schedule, recompute)]
-            counts = sorted({frame.num_microbatches for frame in mine})
-            together = max(1, _MOST_NUMBERS // (len(self.cuts) ** 2 * max(self.space.stages)))
-            for first in range(0, len(counts), together):
-                some = tuple(counts[first : first + together])
-                chunk = [frame for frame in mine if frame.num_microbatches in some]
-                for given in self.space.checkpoints or (None,):
-                    yield from promises(self.intervals(some), chunk, self.plan, given, limit)
-
-    @cache  # noqa: B019  # lives as long as one search
-    def intervals(self, counts: tuple[int, ...]) -> Intervals:
-        """Costs of all intervals of layers for these numbers of micro-batches: the same for every question."""
-        sizes = [microbatch_sizes(self.scenario.batch, M) for M in counts]
-        return Intervals(self.profile, self.scenario.optimizer, self.cuts, sizes)
+def _weight(plan: Plan) -> int:
+    return 1 if obstacle(plan) is None else _SIMULATED
 
 
 def fits(space: Space) -> bool:

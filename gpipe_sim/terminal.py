@@ -17,13 +17,14 @@ from gpipe_sim.explain import LABELS
 from gpipe_sim.palette import BREAKDOWN, CRITICAL, KIND_NAMES, KINDS, MEMORY
 from gpipe_sim.plan import Plan
 from gpipe_sim.predict import Prediction
+from gpipe_sim.scenario import PlanSpec
 from gpipe_sim.step import RankTimeline, Step
 from gpipe_sim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # only a run needs it, and `simulate` starts quicker without
     from gpipe_sim.compare import Comparison
 
-_PLAN_FIELDS = ("stages", "microbatches", "checkpoint", "schedule", "recompute", "backward", "balance")
+_PLAN_FIELDS = ("stages", "microbatches", "checkpoint", "schedule", "recompute", "backward", "window", "balance")
 _SHORT = {"stages": "K", "microbatches": "M"}
 _MOST_LINES = 32
 """Of a chart with a line per rank; more ranks than that are thinned out evenly."""
@@ -64,6 +65,8 @@ def _columns(predictions: Sequence[Prediction], *, chosen: bool) -> list[_Column
     """What was `chosen` by a search tells its plans apart, as what was swept does."""
     rows = [prediction.to_dict() for prediction in predictions]
     fields = [f for f in _PLAN_FIELDS if f in _SHORT or len({str(row[f]) for row in rows}) > 1]
+    if any(row["placement"] != sorted(row["placement"]) for row in rows):
+        fields.append("placement")
     swept = [path for path in rows[0]["set"] if path.removeprefix("plan.") not in fields]
     columns = [
         _Column(path.removeprefix("plan.").removeprefix("cluster."), 1, [_cell(row["set"][path]) for row in rows])
@@ -124,9 +127,10 @@ def describe(plan: Plan) -> str:
     balance = _cell(list(plan.balance)) if len(plan.balance) <= _MOST_LINES else f"{min(plan.balance)} or more"
     layers = f"{plan.num_stages} stage{'s' * (plan.num_stages > 1)} of {balance} layers"
     placement = "" if plan.placement == plan.ranks else f" on ranks {_cell(list(plan.placement))}"
+    window = "" if plan.window == PlanSpec().window else f"; window {plan.window or 'all'}"
     return (
         f"{layers}{placement}; batch {plan.scenario.batch} in {plan.num_microbatches} micro-batches of {samples}; "
-        f"{plan.schedule}{backward}; checkpoint {_cell(list(modes))}{recompute}"
+        f"{plan.schedule}{backward}; checkpoint {_cell(list(modes))}{recompute}{window}"
     )
 
 

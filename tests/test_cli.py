@@ -30,6 +30,8 @@ KEYS = {
     "recompute",
     "backward",
     "balance",
+    "placement",
+    "window",
     "step_time_s",
     "pipeline_time_s",
     "throughput_samples_s",

@@ -1,12 +1,15 @@
 """Schedules as lists: the right actions, once each, in the order that the papers draw."""
 
+import itertools
 from typing import get_args
 
+import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from plans import equal_stages, random_plans
 
 from gpipe_sim.scenario import ScheduleName
-from gpipe_sim.schedule import SCHEDULES, rank_actions, stage_actions
+from gpipe_sim.schedule import SCHEDULES, in_flight, rank_actions, stage_actions
 
 
 def written(plan, stage: int) -> str:
@@ -40,6 +43,15 @@ def test_1f1b_warms_up_by_one_forward_less_on_each_stage():
     assert written(plan, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0U"
     assert written(plan, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1U"
     assert written(plan, 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@given(K=st.integers(1, 6), M=st.integers(1, 8))
+def test_so_many_micro_batches_are_in_flight_as_the_order_of_actions_says(schedule, K, M):
+    for stage in range(K):
+        order = SCHEDULES[schedule](stage, K, 1 if schedule == "naive" else M, "fifo")
+        held = itertools.accumulate(1 if kind == "F" else -1 for kind, _ in order)
+        assert in_flight(schedule, stage, K, 1 if schedule == "naive" else M) == max(held)
 
 
 def test_recomputation_stands_directly_before_its_backward():

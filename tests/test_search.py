@@ -1,7 +1,10 @@
 """The search: exact where everything can be tried, and close to it where not."""
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import layers, scenario
 
+import gpipe_sim.cuts
 import gpipe_sim.search
 from gpipe_sim.advise import advise, certainty, describe, remedies, sensitivities
+from gpipe_sim.cuts import Frame
 from gpipe_sim.evaluate import evaluate
-from gpipe_sim.files import InputError
+from gpipe_sim.files import Document, InputError
+from gpipe_sim.intervals import Intervals
+from gpipe_sim.metrics import step_metrics
 from gpipe_sim.partition import partition
 from gpipe_sim.plan import Plan, make_plan, stage_costs
 from gpipe_sim.predict import predict
+from gpipe_sim.scenario import Scenario
 from gpipe_sim.schedule import SCHEDULES
-from gpipe_sim.search import Space, front, search, space_of
+from gpipe_sim.search import Candidate, Space, frame_of, front, search, space_of
+from gpipe_sim.simulate import simulate
+from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
 
 
 def problem(rng: np.random.Generator, **cluster: Any) -> Space:
@@ -136,6 +146,11 @@ TRANSFORMER = {
 
 def with_plan(**plan: Any) -> Space:
     return space_of([scenario(TRANSFORMER | {"plan": plan})])
+
+
+def space_from(data: dict[str, Any]) -> Space:
+    """Of a scenario with lists."""
+    return space_of(list(parse_scenario(Document("s.yaml", data))))
 
 
 def test_what_is_fixed_stays_and_what_is_left_out_is_searched():
@@ -280,3 +295,124 @@ def test_a_plan_is_described_in_a_few_words():
         )
     )
     assert describe(one) == "K=4, M=8, gpipe, recompute stages 0-1, 3"
+
+
+# --- never worse than what anybody would find by hand -----------------------------------------------------------------
+
+
+def choices(path: Path) -> list[list[Scenario]]:
+    """The scenario's points, those together between which the planner may choose."""
+    found: dict[str, list[Scenario]] = {}
+    for point in load_scenario(path):
+        given = {field: value for field, value in point.swept.items() if not field.startswith("plan.")}
+        found.setdefault(repr(given), []).append(point)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("path", sorted(shipped_scenarios().glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_planner_is_never_worse_than_a_sweep_of_the_same_scenario(path):
+    for points in choices(path):
+        swept = [Candidate(plan, step_metrics(simulate(plan))) for plan in map(make_plan, points)]
+        best = min((c.step_time_s for c in swept if c.fits), default=np.inf)
+        found = min((c.step_time_s for c in search(space_of(points)) if c.fits), default=np.inf)
+        assert found <= best * (1 + 1e-9)
+
+
+def test_more_stages_than_groups_of_layers_are_searched_too():
+    """A very long model is cut between groups of layers at first, but never between fewer than there are stages."""
+    (point,) = load_scenario(
+        shipped_scenarios() / "gpipe_83b9.yaml",
+        "cluster.devices_per_node=400",
+        "plan.stages=400",
+        "plan.microbatches=4",
+        "plan.schedule=gpipe",
+    )
+    found = search(space_of([point]))
+    assert {candidate.plan.num_stages for candidate in found} == {400}
+    assert found[0].step_time_s <= predict(make_plan(point)).step_time_s * (1 + 1e-9)
+
+
+def test_a_given_cut_is_searched_for_every_number_of_micro_batches():
+    space = with_plan(balance=[4, 4, 4, 3])
+    best = min((c for c in search(space) if c.fits), key=lambda c: c.step_time_s)
+    assert best.plan.balance == (4, 4, 4, 3)
+    plans = [replace(best.plan, num_microbatches=M) for M in range(2, 33)]
+    assert best.step_time_s <= min(metrics.step_time_s for metrics in evaluate(plans)) * (1 + 1e-9)
+
+
+def test_an_automatic_cut_in_a_list_of_cuts_is_any_cut():
+    given = space_from(TRANSFORMER | {"plan": {"stages": 4, "balance": [[9, 2, 2, 2], "auto"]}})
+    assert best_found(given) == best_found(with_plan(stages=4))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("window", [1, "all"]), ("backward", ["fifo", "reverse"]), ("placement", [[0, 1, 2, 3], [3, 1, 2, 0]])],
+)
+def test_the_best_of_a_list_is_chosen(field, values):
+    cluster = TRANSFORMER["cluster"] | {"link": {"bandwidth": "2 GB/s", "latency": "5 us"}, "slowdown": {3: 1.3}}
+    plan = {"stages": 4, "microbatches": 8, "schedule": "gpipe", "checkpoint": "always"}
+    data = TRANSFORMER | {"cluster": cluster}
+    best = [best_found(space_of([scenario(data | {"plan": plan | {field: value}})])) for value in values]
+    space = space_from(data | {"plan": plan | {field: values}})
+    assert best_found(space) == min(best)
+    assert space.scenario.swept == {}
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6))
+def test_that_stages_are_tried_only_up_to_a_longest_changes_no_promise(seed):
+    """Layers of very different costs make long stages of cheap ones; what a stage beyond the longest could do better
+    must be noticed."""
+    rng = np.random.default_rng(seed)
+    seconds = rng.lognormal(0, 2, rng.integers(8, 40)).round(3)
+    saved = rng.lognormal(0, 2, len(seconds)).round(3) * 1e6
+    cluster = TRANSFORMER["cluster"] | {"devices_per_node": 8, "slowdown": {1: 1.5} if rng.random() < 0.3 else {}}
+    model = layers(seconds.tolist(), (2 * seconds).tolist(), saved=saved.tolist(), parameters=1e6)
+    data = TRANSFORMER | {"model": model, "cluster": cluster, "batch": 8}
+    searcher = gpipe_sim.search._Search(space_of([scenario(data)]))
+    limit = float(rng.choice([saved.max() * 3, saved.sum() * 8, np.inf]))
+
+    def promised() -> dict[Frame, tuple[float, tuple[int, ...], tuple[str, ...]]]:
+        plans = [(promise.step_time_s, promise.plan()) for promise in searcher.cutter.promises(limit)]
+        assert [seconds for seconds, _ in plans] == sorted(seconds for seconds, _ in plans)
+        return {frame_of(plan): (seconds, plan.balance, plan.checkpoint) for seconds, plan in plans}
+
+    found = promised()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpipe_sim.cuts, "_LONGER", 10**6)
+        assert found == promised()
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6))
+def test_a_promised_cut_has_the_smallest_bottleneck(seed):
+    """Where nothing is sent and memory is plenty, by trying out every cut."""
+    rng = np.random.default_rng(seed)
+    seconds = rng.lognormal(0, 1, 9).round(3)
+    cluster = TRANSFORMER["cluster"] | {
+        "slowdown": {2: 1.5} if rng.random() < 0.5 else {},
+    }
+    plan = {"stages": 4, "microbatches": 4}
+    data = TRANSFORMER | {"model": layers(seconds.tolist()), "cluster": cluster, "plan": plan}
+    searcher = gpipe_sim.search._Search(space_of([scenario(data)]))
+    for promise in searcher.cutter.promises(np.inf):
+        cut = promise.plan()
+        cuts = [tuple(np.diff([0, *inner, 9]).tolist()) for inner in itertools.combinations(range(1, 9), 3)]
+        bottlenecks = [replace(cut, balance=balance).busy_s.max() for balance in cuts]
+        assert cut.busy_s.max() == pytest.approx(min(bottlenecks), rel=1e-9)
+
+
+def test_a_search_leaves_no_tables_behind():
+    """They may be large, and a dashboard searches all day."""
+    searcher = gpipe_sim.search._Search(with_plan())
+    searcher.ask(np.inf)
+    made = next(searcher.cutter.promises(np.inf)).plan.args[1]  # type: ignore[attr-defined]
+    assert isinstance(made, Intervals)
+    tables = weakref.ref(made)
+    del searcher, made
+    gc.collect()
+    assert tables() is None
