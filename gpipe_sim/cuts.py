@@ -107,11 +107,8 @@ class Cutter:
     ) -> None:
         self._scenario, self._profile, self._make_plan = scenario, profile, make_plan
         self._sizes = {M: microbatch_sizes(scenario.batch, M) for M in {frame.num_microbatches for frame in frames}}
-        self._once_s = {M: self._pass_s(sizes[-1]) for M, sizes in self._sizes.items()}
-        """Of the smallest micro-batch, through the whole model and back."""
-        self._all_s = {M: sum(sizes.count(n) * self._pass_s(n) for n in set(sizes)) for M, sizes in self._sizes.items()}
-        """Of all micro-batches."""
         self._known_places: dict[Place, Place] = {}
+        self._pass_s = cache(self._make_pass_s)
         self._places = cache(self._make_places)
         self._intervals = lru_cache(_KEPT)(self._make_intervals)
         """The same for every question and schedule."""
@@ -161,7 +158,7 @@ class Cutter:
         fewest, most = (choose(frame.num_stages for frame in able) for choose in (min, max))
         speed = sum(1 / slowdown.get(rank, 1.0) for rank in able[0].placement or range(most))
         by_count = _groups(able, lambda frame: frame.num_microbatches)
-        bounds = {M: self._once_s[M] + self._all_s[M] / speed * (M - 1) / M for M in by_count}
+        bounds = {M: self._about_s(some[0], self._all_s(M) / speed) for M, some in by_count.items()}
         counts = sorted(bounds, key=lambda M: bounds[M])
         together = max(1, _NUMBERS // (len(cuts) * _longest(cuts, fewest)))
         for first in range(0, len(counts), together):
@@ -169,9 +166,22 @@ class Cutter:
             mine = [frame for M in some for frame in by_count[M]]
             yield _Batch(cuts, mine, modes, bounds[some[0]], self._profile.parameter_bytes.sum() / most)
 
-    def _pass_s(self, size: int) -> float:
-        costs = self._profile.at(size)
-        return float((costs.forward_s + costs.backward_s).sum())
+    def _all_s(self, num_microbatches: int) -> float:
+        """Seconds of all micro-batches through the whole model and back."""
+        sizes = self._sizes[num_microbatches]
+        return sum(sizes.count(n) * (self._pass_s(n, "forward_s") + self._pass_s(n, "backward_s")) for n in set(sizes))
+
+    def _about_s(self, frame: Frame, bottleneck: float) -> float:
+        """The formula at the top: the first micro-batch fills the pipeline, the one whose backward is last drains it,
+        and the bottleneck works on the others. The first are the largest."""
+        M, sizes = frame.num_microbatches, self._sizes[frame.num_microbatches]
+        last = sizes[0 if frame.backward == "reverse" else -1]
+        once_s = self._pass_s(sizes[0], "forward_s") + self._pass_s(last, "backward_s")
+        return once_s + bottleneck * (M - 1) / M
+
+    def _make_pass_s(self, size: int, column: str) -> float:
+        """Seconds of a micro-batch through the whole model."""
+        return float(getattr(self._profile.at(size), column).sum())
 
     # --- cuts ------------------------------------------------------------------------------------------------------
 
@@ -196,11 +206,11 @@ class Cutter:
             if np.any((least_s < np.inf) & (least_s <= bottleneck * (1 + _SAME))):
                 return None
             for frame in frames:
-                M, row = frame.num_microbatches, rows[frame.num_microbatches]
+                row = rows[frame.num_microbatches]
                 smallest = float(bottleneck[row])
                 if smallest < np.inf:
-                    about = self._once_s[M] + smallest * (M - 1) / M
-                    found.append(Promise(about, partial(self._plan, frame, intervals, row, smallest, stages)))
+                    make_plan = partial(self._plan, frame, intervals, row, smallest, stages)
+                    found.append(Promise(self._about_s(frame, smallest), make_plan))
         return found
 
     def _plan(
@@ -220,7 +230,7 @@ class Cutter:
         borders, modes = [0], []
         for stage, length in zip(reversed(from_last), reversed(lengths), strict=True):
             begin = borders[-1]
-            modes.append(stage.mode_at(row, int(length[begin]), begin))
+            modes.append(MODES[stage.modes[row, length[begin], begin]])
             borders.append(begin + int(length[begin]) + 1)
         return self._make_plan(frame, tuple(np.diff(intervals.cuts[borders]).tolist()), tuple(modes))
 
@@ -239,6 +249,7 @@ class Cutter:
                 behind=None if overlap else links[k],
                 window=frame.window or M,
                 in_flight=in_flight(frame.schedule, k, K, M),
+                last_first=frame.backward == "reverse",
                 mode=modes[k] if isinstance(modes, tuple) else modes,
             )
             for k in range(K)

@@ -9,9 +9,15 @@ What a stage costs a step are its bottleneck's seconds
 
     max(F, C) + max(B + R, C)        F, B, R: forwards, backwards, recomputations of all micro-batches; C: the link's
 
-and, where sends block, the sum of them all. Memory counts here what a stage holds at least: parameters and optimizer
-state, the inputs of the micro-batches in flight, what they save, and posted receives. What is left out is small; the
-evaluator has the last word.
+and, where sends block, the sum of them all. Memory counts here what a stage holds at least, in its first backward and
+in its second, by which it has gradients and, where no forward comes between them, one micro-batch less:
+
+    parameters, optimizer             + inputs of h micro-batches, and what they save        + last layer's backward
+    parameters, optimizer, gradients  + the same of h, but of M-1 at most                    + last layer's backward
+
+and posted receives. A stage that recomputes holds what one micro-batch saves, or two if the last is kept till the end.
+Where the batch does not divide evenly
+the first micro-batches are larger than the others. What is left out is small; the evaluator has the last word.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +30,10 @@ import numpy.typing as npt
 from gpipe_sim.catalog import Link
 from gpipe_sim.model import bytes_per_parameter
 from gpipe_sim.plan import recomputed
-from gpipe_sim.profile import Array, Profile
+from gpipe_sim.profile import Array, LayerCosts, Profile
 from gpipe_sim.scenario import Checkpoint, Optimizer
+
+Counts = npt.NDArray[np.int_]
 
 MODES: tuple[Checkpoint, ...] = ("never", "except_last", "always")
 """From the fastest to the smallest."""
@@ -43,26 +51,19 @@ class Place(NamedTuple):
     """Receives posted ahead."""
     in_flight: int
     """Micro-batches that it holds at a time."""
+    last_first: bool
+    """Whether the last micro-batch's backward is the first."""
     mode: Checkpoint | None
     """None leaves it the choice."""
 
 
 class StageTable(NamedTuple):
-    """A stage in one place as every interval.
-
-    Of the modes that recompute, which all have the same least bytes, only the fastest is of interest here.
-    """
+    """A stage in one place as every interval."""
 
     seconds: Array
     """Per step, of the fastest mode that fits; infinite where none does."""
-    saves: npt.NDArray[np.bool_]
-    """Where that mode may be the first one, which recomputes nothing."""
-    mode: Checkpoint | None
-    """The only one, if there is no choice."""
-
-    def mode_at(self, *index: int) -> Checkpoint:
-        """Of one interval that fits."""
-        return self.mode or MODES[0 if self.saves[index] else 1]
+    modes: npt.NDArray[np.int8]
+    """Which of the modes that is."""
 
 
 class Intervals:
@@ -80,7 +81,11 @@ class Intervals:
         self.counts = np.array([len(one) for one in sizes])
         self._seconds = cache(self._make_seconds)
         per = bytes_per_parameter(optimizer, profile.dtype)
-        largest = [profile.at(one[0]) for one in sizes]
+        largest, smallest = ([profile.at(one[which]) for one in sizes] for which in (0, -1))
+        self._num_largest = np.array([one.count(one[0]) for one in sizes])[:, None, None]
+        shares = [_least_share(few, many) for few, many in zip(smallest, largest, strict=True)]
+        self._share = np.array(shares)[:, None, None]
+        """Of a largest micro-batch's bytes, what a smallest one has at least."""
 
         def total(column: str, chosen: Sequence[tuple[int, ...]]) -> Array:
             """Of each layer, over the micro-batches of a step."""
@@ -94,7 +99,14 @@ class Intervals:
         again = {mode: total("forward_s", [_recomputed(mode, one) for one in sizes]) for mode in MODES}
         self._forward_s, self._backward_s = self._between(forward), self._between(backward)
         self._recompute_s = {mode: self._between(self._up_to_cuts(layers)) for mode, layers in again.items()}
-        self._model_bytes, self._saved_bytes = self._between(model), self._between(saved)
+        gradients = profile.parameter_bytes[None] * per.gradient / per.weight
+        self._model_bytes, self._saved_bytes = self._between(model, None), self._between(saved, None)
+        self._gradient_bytes = self._between(self._up_to_cuts(gradients), None)
+        new = gradients + np.array([np.append(0.0, costs.output_bytes[:-1]) for costs in largest])
+        making = np.maximum(new + np.array([costs.workspace_backward_bytes for costs in largest]), 0.0)
+        adding = np.maximum(new + np.array([costs.workspace_accumulate_bytes for costs in largest]), 0.0)
+        self._making_bytes, self._adding_bytes = self._at_borders(making)[1], self._at_borders(adding)[1]
+        """Of the last layer's backward, the first and every other one."""
         self._input_bytes, self._output_bytes = self._at_borders(np.array([costs.output_bytes for costs in largest]))
         """Of one micro-batch."""
         self._received_bytes, self._sent_bytes = self._at_borders(total("output_bytes", sizes))
@@ -108,8 +120,8 @@ class Intervals:
         sums: Array = np.concatenate([np.zeros((len(layers), 1)), np.cumsum(layers, axis=1)], axis=1)[:, self.cuts]
         return sums
 
-    def _between(self, sums: Array) -> Array:
-        between: Array = self.at_ends(self.padded(sums, np.inf)) - sums[:, None, :-1]
+    def _between(self, sums: Array, beyond: float | None = np.inf) -> Array:
+        between: Array = self.at_ends(self.padded(sums, beyond)) - sums[:, None, :-1]
         return between
 
     def _at_borders(self, outputs: Array) -> tuple[Array, Array]:
@@ -117,9 +129,12 @@ class Intervals:
         at_cuts = np.concatenate([np.zeros((len(outputs), 1)), outputs[:, self.cuts[1:] - 1]], axis=1)
         return at_cuts[:, None, :-1], self.at_ends(self.padded(at_cuts, 0.0))
 
-    def padded(self, at_cuts: Array, beyond: float) -> Array:
-        """Values at the cuts, and so many more that every interval ends at one."""
-        return np.pad(at_cuts, ((0, 0), (0, self.longest - 1)), constant_values=beyond)
+    def padded(self, at_cuts: Array, beyond: float | None) -> Array:
+        """Values at the cuts, and so many more that every interval ends at one; None repeats the last."""
+        more = np.repeat(at_cuts[:, -1:], self.longest - 1, axis=1)
+        if beyond is not None:
+            more[:] = beyond
+        return np.concatenate([at_cuts, more], axis=1)
 
     def at_ends(self, padded: Array) -> Array:
         """Values at cuts as values at the ends of intervals: a view, with the axes of all tables."""
@@ -135,18 +150,40 @@ class Intervals:
 
     def stage(self, place: Place, limit: float) -> StageTable:
         """A stage in this place that takes no more than the limit."""
-        held = np.minimum(place.in_flight, self.counts)[:, None, None]
-        fixed_bytes = self._model_bytes + self._input_bytes * held
+        by_mode = self._seconds(place.slowdown, place.ahead, place.behind)
+        seconds, modes = np.full_like(by_mode[MODES[0]], np.inf), np.zeros(by_mode[MODES[0]].shape, np.int8)
+        for index, mode in reversed(list(enumerate(MODES))):  # the fastest has the last word
+            if place.mode in (None, mode):
+                fits = self._least_bytes(place, mode) <= limit
+                np.copyto(seconds, by_mode[mode], where=fits)
+                np.copyto(modes, index, where=fits)
+        return StageTable(seconds, modes)
+
+    def _least_bytes(self, place: Place, mode: Checkpoint) -> Array:
+        M, largest = self.counts[:, None, None], self._num_largest
+        saved = place.in_flight if mode == "never" else 1
+        first = self._held_bytes(place, M, largest, saved) + self._making_bytes
+        second = self._held_bytes(place, M - 1, largest - 1, saved) + self._adding_bytes * (M > 1)
+        least = np.maximum(first, second + self._gradient_bytes)
+        if mode == "except_last" and not place.last_first:  # beside the last one, which is kept, another is recomputed
+            both = self._held_bytes(place, np.minimum(M, 2), largest - (M - 2), min(2, place.in_flight))
+            least = np.maximum(least, both + self._gradient_bytes * (M > 2))
+        least += self._model_bytes
+        return least
+
+    def _held_bytes(self, place: Place, num_left: Counts, num_largest: Counts, saved: int) -> Array:
+        """When so many backwards are left, so many of them of the largest micro-batches: inputs of those in flight, so
+        many of them saved, and posted receives."""
+
+        def weigh(most: int) -> Array:
+            some = np.minimum(most, num_left)
+            weight: Array = np.clip(num_largest, 0, some) * (1 - self._share) + some * self._share
+            return weight
+
+        held: Array = self._input_bytes * weigh(place.in_flight) + self._saved_bytes * weigh(saved)
         if place.ahead is not None:
-            fixed_bytes += self._output_bytes * np.minimum(place.window, self.counts)[:, None, None]
-        seconds = self._seconds(place.slowdown, place.ahead, place.behind)
-        saves = fixed_bytes + self._saved_bytes * held <= limit
-        fits_once = fixed_bytes + self._saved_bytes <= limit
-        if place.mode is None:
-            again = np.where(fits_once, seconds[MODES[1]], np.inf)
-            return StageTable(np.where(saves, seconds[MODES[0]], again), saves, None)
-        fits = saves if place.mode == MODES[0] else fits_once
-        return StageTable(np.where(fits, seconds[place.mode], np.inf), saves, place.mode)
+            held += self._output_bytes * weigh(place.window)
+        return held
 
     def _make_seconds(self, slowdown: float, ahead: Link | None, behind: Link | None) -> Mapping[Checkpoint, Array]:
         out = self._sent_bytes / ahead.bandwidth if ahead else 0.0
@@ -162,3 +199,8 @@ class Intervals:
 
 def _recomputed(mode: Checkpoint, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n, again in zip(sizes, recomputed(mode, len(sizes)), strict=True) if again)
+
+
+def _least_share(few: LayerCosts, many: LayerCosts) -> float:
+    columns = [(few.saved_bytes, many.saved_bytes), (few.output_bytes, many.output_bytes)]
+    return min([1.0, *(float((a[b > 0] / b[b > 0]).min(initial=1.0)) for a, b in columns)])

@@ -48,7 +48,7 @@ _TOGETHER, _LOOKED_AT = 8, 24
 _ATTEMPTS = 3
 _FEW_STAGES = 8
 """Up to so many, a piece may move between any two stages; beyond, between neighbours."""
-_REFINED = 2
+_REFINED = 3
 """Frames of each question whose best plan is improved further."""
 _EFFORT, _MORE_EFFORT = 1_000_000, 8_000_000
 """Stages times micro-batches of all neighbours that are evaluated to improve one plan, and one that matters: a plan of
@@ -236,28 +236,31 @@ class _Search:
             return
         demanded, reached, tried = limit, list[Candidate](), list[Candidate]()
         for _ in range(_ATTEMPTS):
-            tried, promises = [], islice(self.cutter.promises(demanded), _LOOKED_AT)
+            promises = islice(self.cutter.promises(demanded), _LOOKED_AT)
             while some := list(islice(promises, _TOGETHER)):
                 best = min((candidate.step_time_s for candidate in reached), default=np.inf)
                 worth_it = [promise.plan() for promise in some if promise.step_time_s <= best * (1 + _SLACK)]
-                tried += self.made_to_fit(self.judge(worth_it), limit)
-                reached = [candidate for candidate in tried if candidate.peak_bytes <= limit]
+                judged = self.judge(worth_it)
+                tried += judged
+                reached += [c for c in self.made_to_fit(judged, limit) if c.peak_bytes <= limit]
                 if len(worth_it) < len(some):
                     break
-            if reached or not tried:
+            # Promises count what a stage holds at least: demand less by as much as a better one was over.
+            best = min((candidate.step_time_s for candidate in reached), default=np.inf)
+            over = [c.peak_bytes / limit for c in tried if c.peak_bytes > limit and c.step_time_s < best]
+            if not over:
                 break
-            # Promises count what a stage holds at least: demand less by as much as the best of them was over.
-            demanded *= limit / min(candidate.peak_bytes for candidate in tried)
+            demanded /= min(over)
         if not reached and tried:
             smallest = self.shrink(min(tried, key=lambda c: c.peak_bytes), limit)
             reached = [smallest] if smallest.peak_bytes <= limit else []
-        for candidate in sorted(reached, key=lambda c: c.step_time_s)[:_REFINED]:
+        for candidate in _best_of_frames(reached, _REFINED):
             self.refine(candidate, limit, _EFFORT)
 
     def polish(self, limit: float) -> None:
         """Improve the best of all questions once more: one that asked for less memory may have led further."""
         within = [candidate for candidate in self.found.values() if candidate.peak_bytes <= limit]
-        for candidate in sorted(within, key=lambda c: c.step_time_s)[:_REFINED] if not self.enumerated else ():
+        for candidate in _best_of_frames(within, _REFINED) if not self.enumerated else ():
             self.refine(candidate, limit, _MORE_EFFORT)
 
     @cached_property
@@ -377,6 +380,14 @@ class _Search:
             return product(MODES, repeat=K)
         spread = [modes if isinstance(modes, tuple) else (modes,) * K for modes in self.space.checkpoints]
         return [modes for modes in spread if len(modes) == K]
+
+
+def _best_of_frames(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+    """The fastest of each of the frames that have the fastest."""
+    best: dict[Frame, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.step_time_s):
+        best.setdefault(frame_of(candidate.plan), candidate)
+    return list(best.values())[:most]
 
 
 def _weight(plan: Plan) -> int:
