@@ -112,6 +112,8 @@ class Cutter:
         self._places = cache(self._make_places)
         self._intervals = lru_cache(_KEPT)(self._make_intervals)
         """The same for every question and schedule."""
+        self._too_little: dict[int, float] = {}
+        """Limits within which none of a batch's frames fits."""
         self._batches = [
             batch
             for cuts, some in self._with_cuts(frames, balances)
@@ -125,7 +127,9 @@ class Cutter:
         about how long its step takes."""
         order = count()
         waiting: list[tuple[float, int, _Batch | Promise]] = [
-            (batch.step_time_s, next(order), batch) for batch in self._batches if batch.least_bytes <= limit
+            (batch.step_time_s, next(order), batch)
+            for batch in self._batches
+            if batch.least_bytes <= limit and self._too_little.get(id(batch), -1.0) < limit
         ]
         heapify(waiting)
         while waiting:
@@ -133,7 +137,10 @@ class Cutter:
             if isinstance(first, Promise):
                 yield first
                 continue
-            for promise in self._promises_of(first, limit):
+            found = self._promises_of(first, limit)
+            if not found:
+                self._too_little[id(first)] = limit
+            for promise in found:
                 heappush(waiting, (promise.step_time_s, next(order), promise))
 
     # --- batches ---------------------------------------------------------------------------------------------------

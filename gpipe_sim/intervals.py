@@ -16,8 +16,8 @@ in its second, by which it has gradients and, where no forward comes between the
     parameters, optimizer, gradients  + the same of h, but of M-1 at most                    + last layer's backward
 
 and posted receives. A stage that recomputes holds what one micro-batch saves, or two if the last is kept till the end.
-Where the batch does not divide evenly
-the first micro-batches are larger than the others. What is left out is small; the evaluator has the last word.
+Where the batch does not divide evenly, the first micro-batches are larger than the others. What is left out is small;
+the evaluator has the last word.
 """
 
 from collections.abc import Mapping, Sequence

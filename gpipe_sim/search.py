@@ -53,8 +53,9 @@ _REFINED = 3
 _EFFORT, _MORE_EFFORT = 1_000_000, 8_000_000
 """Stages times micro-batches of all neighbours that are evaluated to improve one plan, and one that matters: a plan of
 many has a bottleneck that is hard to miss, and little to gain otherwise."""
-_LESS_MEMORY = 0.7
-"""Each question for the front allows this share of the memory that the last answer took."""
+_LESS_MEMORY, _HARDLY_LESS = 0.7, 0.95
+"""Each question for the front allows this share of the memory that the last answer took; where that is too little, a
+larger one, up to this."""
 _NEARLY = 1.02
 """How exactly the least memory that would be enough is looked for where nothing fits."""
 _MOST_SIZES = 500
@@ -183,8 +184,10 @@ def search(space: Space, advance: Callable[[], None] = lambda: None) -> list[Can
             middle = float(np.sqrt(too_little * enough))
             nearer = fastest_within(middle)
             too_little, enough = (middle, enough) if nearer is None else (too_little, float(nearer.peak_bytes))
-    while found is not None and found.peak_bytes > 0:  # layers without bytes take nothing, and less there is not
-        found = fastest_within(found.peak_bytes * _LESS_MEMORY)
+    less = _LESS_MEMORY
+    while found is not None and found.peak_bytes > 0 and less < _HARDLY_LESS:  # layers without bytes take nothing
+        smaller = fastest_within(found.peak_bytes * less)
+        found, less = (found, float(np.sqrt(less))) if smaller is None else (smaller, less)
     searcher.polish(limit)
     return sorted(searcher.found.values(), key=lambda c: (c.step_time_s, c.peak_bytes))
 
