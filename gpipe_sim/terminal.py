@@ -73,7 +73,7 @@ def _columns(predictions: Sequence[Prediction], *, chosen: bool) -> list[_Column
         for path in swept
     ]
     for field in fields:
-        tells_apart = f"plan.{field}" in rows[0]["set"] or (chosen and field != "balance")
+        tells_apart = f"plan.{field}" in rows[0]["set"] or (chosen and field not in ("balance", "backward"))
         rank = 0 if field in _SHORT else 1 if tells_apart else 6
         columns.append(_Column(_SHORT.get(field, field), rank, [_plan_cell(field, row[field]) for row in rows]))
     columns.append(_Column("step", 0, [format_seconds(row["step_time_s"]) for row in rows]))
