@@ -19,6 +19,8 @@ from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
 
 _SHOWN = 12
 """Points of the front that are told."""
+_TOLD = 16
+"""Entries of a list that a sentence has."""
 _RIVALS = 8
 """Candidates that are compared under jitter."""
 
@@ -127,7 +129,13 @@ def _unlike(plan: Plan, other: Plan) -> str:
 
 
 def _listed(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """Of many, those that are the same are counted: ``10 14 124 times 13 12``."""
+    if not isinstance(value, tuple):
+        return str(value)
+    if len(value) <= _TOLD:
+        return " ".join(map(str, value))
+    runs = [(len(list(run)), one) for one, run in groupby(value)]
+    return " ".join(str(one) if times == 1 else f"{times} times {one}" for times, one in runs)
 
 
 def _best_of_other_frames(fitting: Sequence[Candidate]) -> list[Candidate]:
@@ -230,7 +238,11 @@ def sensitivities(advice: Advice) -> Iterator[str]:
     }
     found = evaluate(list(faster.values()), memory=False)
     gains = {name: best.step_time_s - one.step_time_s for name, one in zip(faster, found, strict=True)}
-    told = [f"{name} {format_seconds(gain)}" for name, gain in gains.items() if gain > 1e-6 * best.step_time_s]
+    gains = {name: gain for name, gain in gains.items() if gain > 1e-6 * best.step_time_s}
+    most = set(sorted(gains, key=lambda name: -gains[name])[:_TOLD])
+    told = [f"{name} {format_seconds(gain)}" for name, gain in gains.items() if name in most]
+    if len(gains) > len(told):
+        told.append(f"{len(gains) - len(told)} others {format_seconds(min(gains[name] for name in most))} or less each")
     yield f"1 % faster gains: {', '.join(told)}." if told else "Nothing that is 1 % faster gains anything by itself."
     yield from _bandwidth_changes(advice)
     yield from _memory_changes(advice)

@@ -250,10 +250,10 @@ class _Search:
                     break
             # Promises count what a stage holds at least: demand less by as much as a better one was over.
             best = min((candidate.step_time_s for candidate in reached), default=np.inf)
-            over = [c.peak_bytes / limit for c in tried if c.peak_bytes > limit and c.step_time_s < best]
+            over = [c.peak_bytes for c in tried if c.peak_bytes > limit and c.step_time_s < best]
             if not over:
                 break
-            demanded /= min(over)
+            demanded *= limit / min(over)
         if not reached and tried:
             smallest = self.shrink(min(tried, key=lambda c: c.peak_bytes), limit)
             reached = [smallest] if smallest.peak_bytes <= limit else []

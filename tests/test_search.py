@@ -431,3 +431,14 @@ def test_a_search_leaves_no_tables_behind():
     del searcher, made
     gc.collect()
     assert tables() is None
+
+
+def test_sentences_about_very_many_stages_are_short():
+    model = layers(np.linspace(0.010, 0.012, 60).tolist(), np.linspace(0.02, 0.03, 60).tolist(), parameters=1e6)
+    plan = {"stages": 40, "microbatches": 8, "schedule": "gpipe", "checkpoint": "never"}
+    cluster = TRANSFORMER["cluster"] | {"devices_per_node": 40}
+    sentences = list(
+        sensitivities(advise(space_from(TRANSFORMER | {"model": model, "cluster": cluster, "plan": plan})))
+    )
+    assert "24 others" in sentences[0]
+    assert max(map(len, sentences)) < 600
