@@ -12,7 +12,7 @@ from dashboard import ids, knobs, sweeps
 from dashboard.callbacks import problem_list, state_of
 from dashboard.cards import columns, progress
 from dashboard.space import BANDWIDTHS, Around, around, table_row, with_choice
-from dashboard.state import Library, cluster_of, current, open_space, settled, with_plan
+from dashboard.state import Library, State, cluster_of, current, open_space, settled, with_plan
 from dashboard.style import NOTHING
 from dashboard.tasks import SupersededError, Tasks
 from gpipe_sim.advise import Advice, advise
@@ -142,15 +142,15 @@ def _register_search(app: dash.Dash, library: Library, tasks: Tasks) -> None:
             text = f"Searching: {task.done:.0f} questions answered, {task.seconds:.1f} s"
             return progress(text, None), False
         try:
-            return _advice(task.value(), state), True
+            return _advice(task.value(), state, library), True
         except SupersededError:
             return no_update, no_update
         except InputError as error:
             return problem_list(error.problems), True
 
 
-def _advice(advice: Advice, state: Any) -> list[Any]:
-    chosen = with_plan(state, advice.recommended.plan)
+def _advice(advice: Advice, state: State, library: Library) -> list[Any]:
+    chosen = with_plan(state, advice.recommended.plan, library)
     sentences = [advice.reason, advice.naive_sentence]
     link = dcc.Link("take this plan", href=chosen.to_query(), id="take-advice")
     return [*(dmc.Text(text, mt="xs") for text in sentences if text), link]

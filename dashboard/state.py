@@ -280,10 +280,17 @@ def open_space(state: State, library: Library) -> Space:
     return space_of(list(parse_scenario(document)))
 
 
-def with_plan(state: State, plan: Plan) -> State:
+def with_plan(state: State, plan: Plan, library: Library) -> State:
     """The state whose settings are this plan's choices."""
-    others = cluster_of(state).settings
+    others = cluster_of(state)
     same = len(set(plan.checkpoint)) == 1
+    in_order = plan.placement == plan.ranks
+    seldom = {
+        "backward": plan.backward,
+        "placement": "auto" if in_order else list(plan.placement),
+        "window": plan.window or "all",
+    }
+    named = on_screen(others, library).data.get("plan") or {}
     chosen = {
         "plan.stages": plan.num_stages,
         "plan.microbatches": plan.num_microbatches,
@@ -291,8 +298,8 @@ def with_plan(state: State, plan: Plan) -> State:
         "plan.recompute": plan.recompute,
         "plan.balance": list(plan.balance),
         "plan.checkpoint": plan.checkpoint[0] if same else {"per_stage": list(plan.checkpoint)},
-    }
-    return replace(state, settings={**others} | {path: _as_yaml(value) for path, value in chosen.items()})
+    } | {f"plan.{key}": value for key, value in seldom.items() if key in named}
+    return replace(state, settings={**others.settings} | {path: _as_yaml(value) for path, value in chosen.items()})
 
 
 def command(state: State, library: Library, verb: str, *options: str) -> str:

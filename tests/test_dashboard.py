@@ -22,6 +22,7 @@ from gpipe_sim.advise import advise
 from gpipe_sim.files import InputError, parse_yaml
 from gpipe_sim.plan import make_plan
 from gpipe_sim.predict import predict
+from gpipe_sim.search import frame_of
 from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
 
 LIBRARY = Library.of(shipped_scenarios())
@@ -79,11 +80,24 @@ def test_a_recommended_plan_becomes_the_plan_on_screen():
     """Also one whose stages differ in what they recompute."""
     state = State(scenario="checkpoint", settings={"cluster.memory_reserve": "40 GiB", "plan.stages": "2"})
     best = advise(open_space(state, LIBRARY)).recommended
-    shown = current(with_plan(state, best.plan), LIBRARY)
+    shown = current(with_plan(state, best.plan, LIBRARY), LIBRARY)
     assert best.plan.num_stages > 2, "what the knobs had fixed is open to the search"
     assert shown.plan.balance == best.plan.balance
     assert shown.plan.checkpoint == best.plan.checkpoint
     assert shown.step_time_s == pytest.approx(best.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "placement"), [("2", "auto"), ("4", "[0, 2, 1, 3]")])
+def test_a_recommended_plan_replaces_what_the_file_has_instead(stages, placement):
+    """Lists from which it was chosen, and a placement of another number of stages."""
+    path = shipped_scenarios() / "shared_nic.yaml"
+    choices = f"plan.stages={stages}", f"plan.placement={placement}", "plan.window=1", "plan.backward=fifo"
+    (plan,) = map(make_plan, load_scenario(path, *choices))
+    state = State(text=f"{path.read_text()}  window: [1, all]\n  backward: [fifo, reverse]\n")
+    shown = current(with_plan(state, plan, LIBRARY), LIBRARY).plan
+    assert shown.scenario.swept == {}
+    assert frame_of(shown) == frame_of(plan)
+    assert (shown.balance, shown.checkpoint) == (plan.balance, plan.checkpoint)
 
 
 def test_a_point_of_the_front_names_the_plan_that_a_click_chooses():
