@@ -21,7 +21,8 @@ from gpipe_sim.evaluate import evaluate
 from gpipe_sim.files import parse_yaml
 from gpipe_sim.partition import partition
 from gpipe_sim.plan import Plan, make_plan, stage_costs
-from gpipe_sim.search import search, space_of
+from gpipe_sim.search import search
+from gpipe_sim.space import space_of
 from gpipe_sim.sweep import parse_scenario
 
 RULES = ("equal layers", "least spread", "smallest maximum")

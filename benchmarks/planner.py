@@ -26,8 +26,9 @@ from gpipe_sim.evaluate import evaluate, evaluate_samples
 from gpipe_sim.files import parse_yaml
 from gpipe_sim.metrics import StepMetrics, step_metrics
 from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.search import Space, search, space_of
+from gpipe_sim.search import search
 from gpipe_sim.simulate import simulate
+from gpipe_sim.space import Space, space_of
 from gpipe_sim.sweep import parse_scenario
 
 SIZES = ((8, 32), (32, 256), (64, 1024))

@@ -20,7 +20,8 @@ from gpipe_exec.launch import Settings, execute
 from gpipe_exec.profiler import measure_profile, sizes_for
 from gpipe_sim.advise import advise, describe
 from gpipe_sim.metrics import step_time_s
-from gpipe_sim.search import Candidate, space_of
+from gpipe_sim.search import Candidate
+from gpipe_sim.space import space_of
 from gpipe_sim.sweep import load_scenario
 
 GOAL = 0.03

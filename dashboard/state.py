@@ -26,7 +26,7 @@ from gpipe_sim.plan import Plan, make_plan
 from gpipe_sim.planfile import is_plan
 from gpipe_sim.predict import Prediction, fastest, predict_all
 from gpipe_sim.scenario import Scenario
-from gpipe_sim.search import Space, space_of
+from gpipe_sim.space import Space, space_of
 from gpipe_sim.sweep import parse_scenario, with_overrides
 
 MAX_TEXT = 200_000

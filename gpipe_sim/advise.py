@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gpipe_sim.catalog import Link
-from gpipe_sim.cuts import Frame
 from gpipe_sim.evaluate import evaluate, evaluate_samples, obstacle
 from gpipe_sim.metrics import step_time_s
 from gpipe_sim.plan import Plan
 from gpipe_sim.scenario import MEASURED, Checkpoint, Scenario
-from gpipe_sim.search import Candidate, Space, fits, frame_of, front, search
+from gpipe_sim.search import Candidate, best_of_frames, fits, front, search
 from gpipe_sim.simulate import simulate
+from gpipe_sim.space import Space
 from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
 
 _SHOWN = 12
@@ -92,7 +92,7 @@ def advise(space: Space, advance: Callable[[], None] = lambda: None) -> Advice:
     recommended = fitting[0] if fitting else min(candidates, key=lambda c: c.peak_bytes)
     rivals: list[Rival] = []
     if fitting:
-        others = _best_of_other_frames(fitting)
+        _, *others = best_of_frames(fitting)
         recommended, rivals = _weighed([recommended, *others[: _RIVALS - 1]])
     return Advice(
         recommended=recommended,
@@ -136,13 +136,6 @@ def _listed(value: object) -> str:
         return " ".join(map(str, value))
     runs = [(len(list(run)), one) for one, run in groupby(value)]
     return " ".join(str(one) if times == 1 else f"{times} times {one}" for times, one in runs)
-
-
-def _best_of_other_frames(fitting: Sequence[Candidate]) -> list[Candidate]:
-    best: dict[Frame, Candidate] = {}
-    for candidate in fitting:
-        best.setdefault(frame_of(candidate.plan), candidate)
-    return list(best.values())[1:]
 
 
 def _weighed(candidates: Sequence[Candidate]) -> tuple[Candidate, list[Rival]]:

@@ -62,10 +62,33 @@ class Frame(NamedTuple):
     """None is in order."""
     window: int | None
 
+    @classmethod
+    def of(cls, plan: Plan) -> "Frame":
+        """All of a plan but its cut and modes."""
+        kind = plan.schedule, plan.recompute, plan.backward, plan.placement, plan.window
+        return cls(plan.num_stages, plan.num_microbatches, *kind)
+
     @property
     def kind(self) -> tuple[object, ...]:
         """All but how many stages and micro-batches."""
         return self[2:]
+
+    def plan(
+        self, scenario: Scenario, profile: Profile, balance: tuple[int, ...], checkpoint: tuple[Checkpoint, ...]
+    ) -> Plan:
+        """The plan with this cut and these modes."""
+        return Plan(
+            scenario=scenario,
+            profile=profile,
+            balance=balance,
+            placement=self.placement or tuple(range(self.num_stages)),
+            num_microbatches=self.num_microbatches,
+            checkpoint=checkpoint,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            backward=self.backward,
+            window=self.window,
+        )
 
 
 class Promise(NamedTuple):
@@ -100,12 +123,11 @@ class Cutter:
         self,
         scenario: Scenario,
         profile: Profile,
-        make_plan: Callable[[Frame, tuple[int, ...], tuple[Checkpoint, ...]], Plan],
         frames: Sequence[Frame],
         modes: Sequence[Modes],
         balances: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        self._scenario, self._profile, self._make_plan = scenario, profile, make_plan
+        self._scenario, self._profile = scenario, profile
         self._sizes = {M: microbatch_sizes(scenario.batch, M) for M in {frame.num_microbatches for frame in frames}}
         self._known_places: dict[Place, Place] = {}
         self._pass_s = cache(self._make_pass_s)
@@ -239,7 +261,8 @@ class Cutter:
             begin = borders[-1]
             modes.append(MODES[stage.modes[row, length[begin], begin]])
             borders.append(begin + int(length[begin]) + 1)
-        return self._make_plan(frame, tuple(np.diff(intervals.cuts[borders]).tolist()), tuple(modes))
+        balance = tuple(np.diff(intervals.cuts[borders]).tolist())
+        return frame.plan(self._scenario, self._profile, balance, tuple(modes))
 
     def _make_intervals(self, cuts: tuple[int, ...], counts: tuple[int, ...], longest: int) -> Intervals:
         return Intervals(self._profile, self._scenario.optimizer, cuts, [self._sizes[M] for M in counts], longest)
@@ -247,7 +270,7 @@ class Cutter:
     def _make_places(self, frame: Frame, modes: Modes) -> list[Place]:
         """Equal places are the same object."""
         K, M, overlap = frame.num_stages, frame.num_microbatches, self._scenario.cluster.overlap
-        plan = self._make_plan(frame, (1,) * K, (MODES[0],) * K)
+        plan = frame.plan(self._scenario, self._profile, (1,) * K, (MODES[0],) * K)
         links = [None, *(plan.link(k) for k in range(K - 1)), None]
         places = [
             Place(

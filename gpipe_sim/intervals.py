@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_sim.catalog import Link
+from gpipe_sim.memory import backward_needs
 from gpipe_sim.model import bytes_per_parameter
 from gpipe_sim.plan import recomputed
 from gpipe_sim.profile import Array, LayerCosts, Profile
@@ -99,13 +100,11 @@ class Intervals:
         again = {mode: total("forward_s", [_recomputed(mode, one) for one in sizes]) for mode in MODES}
         self._forward_s, self._backward_s = self._between(forward), self._between(backward)
         self._recompute_s = {mode: self._between(self._up_to_cuts(layers)) for mode, layers in again.items()}
-        gradients = profile.parameter_bytes[None] * per.gradient / per.weight
+        gradients = profile.parameter_bytes * per.gradient / per.weight
         self._model_bytes, self._saved_bytes = self._between(model, None), self._between(saved, None)
-        self._gradient_bytes = self._between(self._up_to_cuts(gradients), None)
-        new = gradients + np.array([np.append(0.0, costs.output_bytes[:-1]) for costs in largest])
-        making = np.maximum(new + np.array([costs.workspace_backward_bytes for costs in largest]), 0.0)
-        adding = np.maximum(new + np.array([costs.workspace_accumulate_bytes for costs in largest]), 0.0)
-        self._making_bytes, self._adding_bytes = self._at_borders(making)[1], self._at_borders(adding)[1]
+        self._gradient_bytes = self._between(self._up_to_cuts(gradients[None]), None)
+        making, adding = zip(*(backward_needs(costs, gradients) for costs in largest), strict=True)
+        self._making_bytes, self._adding_bytes = (self._at_borders(np.array(need))[1] for need in (making, adding))
         """Of the last layer's backward, the first and every other one."""
         self._input_bytes, self._output_bytes = self._at_borders(np.array([costs.output_bytes for costs in largest]))
         """Of one micro-batch."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from gpipe_sim.model import bytes_per_parameter
 from gpipe_sim.plan import Plan, recomputed_by, sum_by_stage
-from gpipe_sim.profile import Array
+from gpipe_sim.profile import Array, LayerCosts
 from gpipe_sim.step import MEMORY_PARTS, MemoryCurve, RankTimeline
 
 Indices = npt.NDArray[np.int_]
@@ -94,8 +94,7 @@ def _stage_bytes(plans: Sequence[Plan], size: int) -> StageBytes:
     # The first backward makes the gradients, from the stage's last layer to its first, while the pile shrinks.
     gradients = np.cumsum(new_gradients)
     gradients_before = each_layer(gradients[lasts]) - gradients
-    making = pile + gradient_in + np.maximum(inputs + new_gradients + costs.workspace_backward_bytes, 0.0)
-    adding = pile + gradient_in + np.maximum(inputs + new_gradients + costs.workspace_accumulate_bytes, 0.0)
+    making, adding = (pile + gradient_in + need for need in backward_needs(costs, new_gradients))
 
     return StageBytes(
         input=inputs[firsts],
@@ -106,6 +105,14 @@ def _stage_bytes(plans: Sequence[Plan], size: int) -> StageBytes:
         first_backward_workspace=np.maximum(highest(making + gradients_before) - saved, 0.0),
         backward_workspace=np.maximum(highest(adding) - saved, 0.0),
     )
+
+
+def backward_needs(costs: LayerCosts, new_gradients: Array) -> tuple[Array, Array]:
+    """Of each layer's backward, beyond the pile and the gradient in: the first time, and when `.grad` exists."""
+    new = np.append(0.0, costs.output_bytes[:-1]) + new_gradients
+    transients = costs.workspace_backward_bytes, costs.workspace_accumulate_bytes
+    making, adding = (np.maximum(new + transient, 0.0) for transient in transients)
+    return making, adding
 
 
 def _gradients_per_weight(plan: Plan) -> float:

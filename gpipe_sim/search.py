@@ -15,11 +15,10 @@ asking again with less and less memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, islice, pairwise, permutations, product
 from math import comb
-from typing import TypeVar
 
 import numpy as np
 
@@ -30,11 +29,9 @@ from gpipe_sim.intervals import MODES
 from gpipe_sim.limits import CELLS
 from gpipe_sim.metrics import StepMetrics, step_metrics
 from gpipe_sim.plan import Plan, microbatch_sizes, order_of_backwards
-from gpipe_sim.scenario import BackwardOrder, Checkpoint, Recompute, Scenario, ScheduleName
-from gpipe_sim.schedule import SCHEDULES
+from gpipe_sim.scenario import Checkpoint
 from gpipe_sim.simulate import simulate
-
-_Value = TypeVar("_Value")
+from gpipe_sim.space import Space
 
 ENUMERATED = 6000
 """Plans in a space up to which all of them are evaluated: a second or so."""
@@ -46,6 +43,7 @@ _SLACK = 0.02
 _TOGETHER, _LOOKED_AT = 8, 24
 """Frames that are evaluated at once, and at most, for one question."""
 _ATTEMPTS = 3
+"""To find a cut for one question, each with less memory than the last."""
 _FEW_STAGES = 8
 """Up to so many, a piece may move between any two stages; beyond, between neighbours."""
 _REFINED = 3
@@ -58,41 +56,6 @@ _LESS_MEMORY, _HARDLY_LESS = 0.7, 0.95
 larger one, up to this."""
 _NEARLY = 1.02
 """How exactly the least memory that would be enough is looked for where nothing fits."""
-_MOST_SIZES = 500
-"""Sizes of micro-batches that are searched; of more, such that each is the next one's equal share."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """What may be chosen. Everything else is the scenario's."""
-
-    scenario: Scenario
-    stages: tuple[int, ...]
-    microbatches: tuple[int, ...]
-    schedules: tuple[ScheduleName, ...] = field(default_factory=lambda: tuple(SCHEDULES))
-    """All that there are; `naive` is what each of them is with one micro-batch."""
-    checkpoints: tuple[tuple[Checkpoint, ...] | Checkpoint, ...] | None = None
-    """Modes of the stages, one for all or one for each; None leaves each stage its choice."""
-    recomputes: tuple[Recompute, ...] = ("early",)
-    """Early waits for less, so it is never slower."""
-    backwards: tuple[BackwardOrder, ...]
-    placements: tuple[tuple[int, ...] | None, ...]
-    windows: tuple[int | None, ...]
-    balances: tuple[tuple[int, ...], ...] | None = None
-    """None is any cut."""
-
-
-def frame_of(plan: Plan) -> Frame:
-    """All of a plan but its cut and modes."""
-    return Frame(
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        schedule=plan.schedule,
-        recompute=plan.recompute,
-        backward=plan.backward,
-        placement=plan.placement,
-        window=plan.window,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,53 +79,6 @@ class Candidate:
     def fits(self) -> bool:
         """Whether every rank stays within its device's memory."""
         return self.peak_bytes <= self.plan.memory_limit
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for equal plans."""
-        plan = self.plan
-        return plan.balance, plan.checkpoint, *frame_of(plan)
-
-
-def space_of(points: Sequence[Scenario]) -> Space:
-    """What `gpipe plan` may choose: a value under ``plan:`` stays, a list is chosen from, the rest is searched."""
-    first = points[0]
-    given = first.document.data.get("plan") or {}
-    specs = [point.plan for point in points]
-    num_layers, devices = build_profile(first, (1,)).num_layers, first.cluster.num_devices
-    stages = {spec.num_stages for spec in specs}
-    if None in stages:
-        if devices is None:
-            message = "is missing, expected how many devices may be used, such as 8"
-            raise first.error("cluster.devices_per_node", message)
-        stages = {*range(1, min(devices, num_layers) + 1)}
-    schedules = _distinct(spec.schedule for spec in specs) if "schedule" in given else tuple(SCHEDULES)
-    microbatches = {spec.microbatches for spec in specs if spec.microbatches} or _sensible_counts(first.batch)
-    balances = _distinct(spec.balance for spec in specs)
-    return Space(
-        scenario=replace(first, swept={}),  # its lists are chosen from
-        stages=tuple(sorted(filter(None, stages))),
-        microbatches=(1,) if schedules == ("naive",) else tuple(sorted(microbatches)),
-        schedules=schedules,
-        checkpoints=_distinct(spec.checkpoint for spec in specs) if "checkpoint" in given else None,
-        recomputes=_distinct(spec.recompute for spec in specs) if "recompute" in given else ("early",),
-        backwards=_distinct(spec.backward for spec in specs),
-        placements=_distinct(spec.placement for spec in specs),
-        windows=_distinct(spec.window for spec in specs),
-        balances=None if None in balances else tuple(filter(None, balances)),
-    )
-
-
-def _distinct(values: Iterable[_Value]) -> tuple[_Value, ...]:
-    return tuple(dict.fromkeys(values))
-
-
-def _sensible_counts(batch: int) -> set[int]:
-    """Numbers of micro-batches to search: all up to 128, and beyond that the fewest for each micro-batch size."""
-    sizes = range(1, batch // 128 + 1)
-    if len(sizes) > _MOST_SIZES:
-        sizes = np.unique(np.geomspace(1, len(sizes), _MOST_SIZES).astype(int)).tolist()
-    return {*range(1, min(batch, 128) + 1), *(-(-batch // size) for size in sizes if -(-batch // size) <= CELLS)}
 
 
 def search(space: Space, advance: Callable[[], None] = lambda: None) -> list[Candidate]:
@@ -209,7 +125,7 @@ class _Search:
     def frames(self) -> Iterator[Frame]:
         space, most = self.space, self.profile.num_layers
         for schedule in space.schedules:
-            orders = _distinct(order_of_backwards(schedule, order) for order in space.backwards)
+            orders = dict.fromkeys(order_of_backwards(schedule, order) for order in space.backwards)
             for K, M, recompute, order, placement, window in product(
                 space.stages, space.microbatches, space.recomputes, orders, space.placements, space.windows
             ):
@@ -218,20 +134,6 @@ class _Search:
                 if M > 1 if schedule == "naive" else M == 1 and "naive" in space.schedules:
                     continue  # one micro-batch makes all schedules the same
                 yield Frame(K, M, schedule, recompute, order, placement, window)
-
-    def plan(self, frame: Frame, balance: tuple[int, ...], checkpoint: tuple[Checkpoint, ...]) -> Plan:
-        return Plan(
-            scenario=self.scenario,
-            profile=self.profile,
-            balance=balance,
-            placement=frame.placement or tuple(range(frame.num_stages)),
-            num_microbatches=frame.num_microbatches,
-            checkpoint=checkpoint,
-            schedule=frame.schedule,
-            recompute=frame.recompute,
-            backward=frame.backward,
-            window=frame.window,
-        )
 
     def ask(self, limit: float) -> None:
         """Find the fastest plans whose ranks stay within so many bytes."""
@@ -257,13 +159,13 @@ class _Search:
         if not reached and tried:
             smallest = self.shrink(min(tried, key=lambda c: c.peak_bytes), limit)
             reached = [smallest] if smallest.peak_bytes <= limit else []
-        for candidate in _best_of_frames(reached, _REFINED):
+        for candidate in best_of_frames(reached)[:_REFINED]:
             self.refine(candidate, limit, _EFFORT)
 
     def polish(self, limit: float) -> None:
         """Improve the best of all questions once more: one that asked for less memory may have led further."""
         within = [candidate for candidate in self.found.values() if candidate.peak_bytes <= limit]
-        for candidate in _best_of_frames(within, _REFINED) if not self.enumerated else ():
+        for candidate in best_of_frames(within)[:_REFINED] if not self.enumerated else ():
             self.refine(candidate, limit, _MORE_EFFORT)
 
     @cached_property
@@ -271,21 +173,20 @@ class _Search:
         """Of all frames."""
         space = self.space
         modes = space.checkpoints or (None,)
-        return Cutter(self.scenario, self.profile, self.plan, list(self.frames()), modes, space.balances)
+        return Cutter(self.scenario, self.profile, list(self.frames()), modes, space.balances)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     def judge(self, plans: Sequence[Plan]) -> list[Candidate]:
         """Evaluate plans, each once."""
-        keys = [Candidate(plan, None).key for plan in plans]  # type: ignore[arg-type]
+        keys = [_key(plan) for plan in plans]
         new = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.found}
         quick = [plan for plan in new.values() if obstacle(plan) is None]
         slow = [plan for plan in new.values() if obstacle(plan) is not None]
         results = [*zip(quick, evaluate(quick), strict=True)] if quick else []
         results += [(plan, step_metrics(simulate(plan))) for plan in slow]
         for plan, metrics in results:
-            candidate = Candidate(plan, metrics)
-            self.found[candidate.key] = candidate
+            self.found[_key(plan)] = Candidate(plan, metrics)
         return [self.found[key] for key in keys]
 
     def made_to_fit(self, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
@@ -359,7 +260,7 @@ class _Search:
             K = frame.num_stages
             cuts = comb(self.profile.num_layers - 1, K - 1) if self.space.balances is None else len(self.space.balances)
             modes = len(MODES) ** K if self.space.checkpoints is None else len(self.space.checkpoints)
-            some = self.plan(frame, (1,) * K, (MODES[0],) * K)
+            some = frame.plan(self.scenario, self.profile, (1,) * K, (MODES[0],) * K)
             total += cuts * modes * _weight(some)
             if total > ENUMERATED:
                 break
@@ -376,7 +277,7 @@ class _Search:
             balances = [balance for balance in self.space.balances if len(balance) == K]
         for balance in balances:
             for modes in self.modes(K):
-                yield self.plan(frame, balance, modes)
+                yield frame.plan(self.scenario, self.profile, balance, modes)
 
     def modes(self, K: int) -> Iterable[tuple[Checkpoint, ...]]:
         if self.space.checkpoints is None:
@@ -385,12 +286,17 @@ class _Search:
         return [modes for modes in spread if len(modes) == K]
 
 
-def _best_of_frames(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-    """The fastest of each of the frames that have the fastest."""
+def _key(plan: Plan) -> tuple[object, ...]:
+    """Equal for equal plans of one search."""
+    return Frame.of(plan), plan.balance, plan.checkpoint
+
+
+def best_of_frames(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The fastest of each frame, fastest first."""
     best: dict[Frame, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.step_time_s):
-        best.setdefault(frame_of(candidate.plan), candidate)
-    return list(best.values())[:most]
+        best.setdefault(Frame.of(candidate.plan), candidate)
+    return list(best.values())
 
 
 def _weight(plan: Plan) -> int:

@@ -19,10 +19,10 @@ from dashboard.state import Library, State, current, explore, on_screen, open_sp
 from dashboard.sweeps import knee, time_memory
 from dashboard.tasks import SupersededError, Task, Tasks
 from gpipe_sim.advise import advise
+from gpipe_sim.cuts import Frame
 from gpipe_sim.files import InputError, parse_yaml
 from gpipe_sim.plan import make_plan
 from gpipe_sim.predict import predict
-from gpipe_sim.search import frame_of
 from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
 
 LIBRARY = Library.of(shipped_scenarios())
@@ -96,7 +96,7 @@ def test_a_recommended_plan_replaces_what_the_file_has_instead(stages, placement
     state = State(text=f"{path.read_text()}  window: [1, all]\n  backward: [fifo, reverse]\n")
     shown = current(with_plan(state, plan, LIBRARY), LIBRARY).plan
     assert shown.scenario.swept == {}
-    assert frame_of(shown) == frame_of(plan)
+    assert Frame.of(shown) == Frame.of(plan)
     assert (shown.balance, shown.checkpoint) == (plan.balance, plan.checkpoint)
 
 

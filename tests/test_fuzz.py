@@ -29,8 +29,8 @@ from gpipe_sim.planfile import load_plan
 from gpipe_sim.profile import load_profile
 from gpipe_sim.runs import parse_measured
 from gpipe_sim.schedule import SCHEDULES, rank_actions
-from gpipe_sim.search import space_of
 from gpipe_sim.simulate import simulate
+from gpipe_sim.space import space_of
 from gpipe_sim.sweep import parse_scenario
 
 NAMES = ("scenario", "plan", "profile", "pipedream", "run")

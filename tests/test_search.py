@@ -26,8 +26,9 @@ from gpipe_sim.plan import Plan, make_plan, stage_costs
 from gpipe_sim.predict import predict
 from gpipe_sim.scenario import Scenario
 from gpipe_sim.schedule import SCHEDULES
-from gpipe_sim.search import Candidate, Space, frame_of, front, search, space_of
+from gpipe_sim.search import Candidate, front, search
 from gpipe_sim.simulate import simulate
+from gpipe_sim.space import Space, space_of
 from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
 
 
@@ -332,7 +333,8 @@ def test_more_stages_than_groups_of_layers_are_searched_too():
     assert found[0].step_time_s <= predict(make_plan(point)).step_time_s * (1 + 1e-9)
 
 
-def test_a_given_cut_is_searched_for_every_number_of_micro_batches():
+def test_a_given_cut_is_searched_for_every_number_of_micro_batches(monkeypatch):
+    monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", -1)
     space = with_plan(balance=[4, 4, 4, 3])
     best = min((c for c in search(space) if c.fits), key=lambda c: c.step_time_s)
     assert best.plan.balance == (4, 4, 4, 3)
@@ -349,13 +351,17 @@ def test_an_automatic_cut_in_a_list_of_cuts_is_any_cut():
     ("field", "values"),
     [("window", [1, "all"]), ("backward", ["fifo", "reverse"]), ("placement", [[0, 1, 2, 3], [3, 1, 2, 0]])],
 )
-def test_the_best_of_a_list_is_chosen(field, values):
+@pytest.mark.parametrize("enumerated", [gpipe_sim.search.ENUMERATED, -1])
+def test_the_best_of_a_list_is_chosen(monkeypatch, enumerated, field, values):
+    monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", enumerated)
     cluster = TRANSFORMER["cluster"] | {"link": {"bandwidth": "2 GB/s", "latency": "5 us"}, "slowdown": {3: 1.3}}
     plan = {"stages": 4, "microbatches": 8, "schedule": "gpipe", "checkpoint": "always"}
-    data = TRANSFORMER | {"cluster": cluster}
+    data = TRANSFORMER | {"cluster": cluster, "batch": 30}
     best = [best_found(space_of([scenario(data | {"plan": plan | {field: value}})])) for value in values]
-    space = space_from(data | {"plan": plan | {field: values}})
-    assert best_found(space) == min(best)
+    assert min(best) < max(best)
+    for order in (values, values[::-1]):
+        space = space_from(data | {"plan": plan | {field: order}})
+        assert best_found(space) == min(best)
     assert space.scenario.swept == {}
 
 
@@ -379,7 +385,7 @@ def test_that_stages_are_tried_only_up_to_a_longest_changes_no_promise(seed):
     def promised() -> dict[Frame, tuple[float, tuple[int, ...], tuple[str, ...]]]:
         plans = [(promise.step_time_s, promise.plan()) for promise in searcher.cutter.promises(limit)]
         assert all(before[0] <= after[0] * (1 + 1e-12) for before, after in itertools.pairwise(plans))
-        return {frame_of(plan): (seconds, plan.balance, plan.checkpoint) for seconds, plan in plans}
+        return {Frame.of(plan): (seconds, plan.balance, plan.checkpoint) for seconds, plan in plans}
 
     found = promised()
     with pytest.MonkeyPatch.context() as patch:
@@ -411,7 +417,7 @@ def test_no_stage_is_ruled_out_that_the_evaluator_finds_to_fit(plan):
     """What the tables count is a lower bound of the peak; where the largest micro-batches come last, about that."""
     assume(plan.backward == "fifo" or len(set(plan.sizes)) == 1)
     searcher = gpipe_sim.search._Search(replace(space_of([plan.scenario]), stages=(plan.num_stages,)))
-    places = searcher.cutter._places(frame_of(plan), None)
+    places = searcher.cutter._places(Frame.of(plan), None)
     cuts = tuple(range(plan.profile.num_layers + 1))
     intervals = Intervals(plan.profile, plan.scenario.optimizer, cuts, [plan.sizes], plan.profile.num_layers)
     metrics = step_metrics(simulate(plan))

@@ -12,7 +12,7 @@ from gpipe_sim.files import InputError, Problem
 if TYPE_CHECKING:
     from gpipe_sim.advise import Advice
     from gpipe_sim.predict import Prediction
-    from gpipe_sim.search import Space
+    from gpipe_sim.space import Space
 
 NOTHING_FITS = 3
 """The exit status."""
@@ -62,7 +62,7 @@ def plan(
 
 
 def _space(path: Path, overrides: list[str]) -> "Space":
-    from gpipe_sim.search import space_of
+    from gpipe_sim.space import space_of
     from gpipe_sim.sweep import load_scenario
 
     sweep = load_scenario(path, *overrides)
