@@ -15,23 +15,24 @@ from typing import Annotated
 
 import typer
 
+from gpipe_sim.base.files import InputError
 from gpipe_sim.commands.accuracy import accuracy
+from gpipe_sim.commands.campaign import campaign
 from gpipe_sim.commands.catalog import catalog
 from gpipe_sim.commands.dashboard import dashboard
 from gpipe_sim.commands.demo import demo
 from gpipe_sim.commands.export import export
+from gpipe_sim.commands.init import init
 from gpipe_sim.commands.plan import plan
 from gpipe_sim.commands.profile import profile
 from gpipe_sim.commands.run import compare, run
 from gpipe_sim.commands.simulate import simulate
 from gpipe_sim.commands.validate import validate
-from gpipe_sim.files import InputError
 
 app = typer.Typer(
     name="gpipe",
     help="Plan pipeline-parallel training: predict how a plan behaves before running it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -39,8 +40,6 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every expected failure ends here as a message and an exit status."""
-    from gpipe_sim.simulate import DeadlockError
-
     _prepare_output()
     if arguments is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us politely means what Ctrl-C means
@@ -52,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except InputError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    except DeadlockError as error:
+    except RuntimeError as error:
+        from gpipe_sim.plan.program import DeadlockError
+
+        if not isinstance(error, DeadlockError):
+            raise
         print(f"gpipe: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -108,7 +111,22 @@ def _options(
     pass
 
 
-for command in (simulate, plan, profile, run, compare, accuracy, export, dashboard, catalog, validate, demo):
+_COMMANDS = (
+    init,
+    simulate,
+    plan,
+    campaign,
+    profile,
+    run,
+    compare,
+    accuracy,
+    export,
+    dashboard,
+    catalog,
+    validate,
+    demo,
+)
+for command in _COMMANDS:
     app.command()(command)
 
 

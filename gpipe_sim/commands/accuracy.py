@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpipe_sim.base.files import InputError, Problem
 from gpipe_sim.commands.common import AsJson
-from gpipe_sim.files import InputError, Problem
 
 if TYPE_CHECKING:
-    from gpipe_sim.accuracy import Accuracy
+    from gpipe_sim.runs.accuracy import Accuracy
 
 
 def accuracy(
@@ -21,7 +21,7 @@ def accuracy(
     as_json: AsJson = False,
 ) -> None:
     """Print how right all runs so far were: mean and worst errors and the order, by device, schedule and checkpoint."""
-    from gpipe_sim.accuracy import accuracy_of, by_group, recorded
+    from gpipe_sim.runs.accuracy import accuracy_of, by_group, recorded
 
     found = recorded(runs)
     if not found:
@@ -46,7 +46,7 @@ def accuracy(
 def _print(overall: "Accuracy", groups: "dict[str, dict[str, Accuracy]]") -> None:
     from rich.table import Table
 
-    from gpipe_sim.terminal import make_console
+    from gpipe_sim.show.terminal import make_console
 
     table = Table(header_style="bold")
     table.add_column("runs of", no_wrap=True)

@@ -5,14 +5,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpipe_sim.files import InputError, Problem, write_text
+from gpipe_sim.base.files import InputError, Problem, write_text
+from gpipe_sim.base.units import parse_tokens
 
 if TYPE_CHECKING:
-    from gpipe_sim.predict import Prediction
+    from gpipe_sim.explain.predict import Prediction
+
+
+def complete_scenario(incomplete: str) -> list[str]:
+    """What a shell may offer for a scenario: those that come with the tool, then folders and files of YAML."""
+    from glob import escape, glob
+
+    from gpipe_sim.scenario.reading import shipped_scenarios
+
+    names = [file.stem for file in sorted(shipped_scenarios().glob("*.yaml")) if file.stem.startswith(incomplete)]
+    paths = [path + "/" * Path(path).is_dir() for path in sorted(glob(f"{escape(incomplete)}*"))]
+    return names + [path for path in paths if path.endswith(("/", ".yaml", ".yml"))]
+
+
+def scenario_argument(help_text: str, metavar: str = "SCENARIO") -> Any:
+    """An argument that takes a scenario by its file or name."""
+    return typer.Argument(metavar=metavar, help=help_text, autocompletion=complete_scenario)
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report as one HTML page that opens offline.")]
@@ -20,6 +38,19 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Replace a field, such as plan.microbatches=32; repeatable."),
 ]
+
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="N", help="Also say how many days, and how much money, so many tokens take: 1T."),
+]
+
+
+def to_tokens(text: str | None) -> float | None:
+    """What ``--tokens`` says."""
+    try:
+        return None if text is None else parse_tokens(text)
+    except ValueError as error:
+        raise InputError([Problem("--tokens", "", str(error))]) from error
 
 
 @contextmanager
@@ -34,7 +65,7 @@ def progress(what: str, total: int, *, quiet: bool = False, long: bool = False) 
         return
     from rich.progress import Progress
 
-    from gpipe_sim.terminal import make_console
+    from gpipe_sim.show.terminal import make_console
 
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
@@ -42,20 +73,21 @@ def progress(what: str, total: int, *, quiet: bool = False, long: bool = False) 
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Around the import of what draws a report, with a package that need not be installed."""
+def importing(what: str, extra: str) -> Iterator[None]:
+    """Around the import of something whose packages need not be installed: a missing one is told by its name."""
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"needs the package {error.name}, expected an installation with gpipe-planner[report]"
-        raise InputError([Problem("--html", "", message)]) from error
+        package = (error.name or str(error)).partition(".")[0]
+        message = f"needs the package {package}, expected an installation with gpipe-planner[{extra}]"
+        raise InputError([Problem(what, "", message)]) from error
 
 
-def write_report(path: Path, predictions: "Sequence[Prediction]", title: str) -> None:
+def write_report(path: Path, predictions: "Sequence[Prediction]", title: str, tokens: float | None = None) -> None:
     """The report of these predictions."""
-    with drawing():
+    with importing("--html", "report"):
         from dashboard.report import report_page
-    write(path, report_page(predictions, title), "report, to open in a browser")
+    write(path, report_page(predictions, title, tokens), "report, to open in a browser")
 
 
 def write(path: Path, text: str, what: str) -> None:

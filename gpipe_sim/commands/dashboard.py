@@ -6,14 +6,21 @@ from typing import Annotated
 
 import typer
 
-from gpipe_sim.commands.common import say
-from gpipe_sim.files import InputError, Problem
+from gpipe_sim.base.files import InputError, Problem
+from gpipe_sim.commands.common import importing, say
 
 
 def dashboard(
-    host: Annotated[str, typer.Option(help="Where to listen; anything but this machine is open to its network.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Where to listen; anything but this machine is open to its network, to all who know a token."
+        ),
+    ] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another name under which browsers reach this machine; repeatable."),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8050,
     runs: Annotated[Path, typer.Option(metavar="DIR", help="Where run directories are kept.")] = Path("runs"),
     scenarios: Annotated[
@@ -23,19 +30,19 @@ def dashboard(
 ) -> None:
     """Open the dashboard: explore the tradeoffs, choose a plan, see predicted over measured."""
     import logging
+    import secrets
     import socket
 
-    try:
+    with importing("gpipe dashboard", "dashboard"):
         from werkzeug.serving import make_server
 
-        from dashboard.app import LOCAL_NAMES, make_app
-    except ModuleNotFoundError as error:
-        message = f"needs the package {error.name}, expected an installation with gpipe-planner[dashboard]"
-        raise InputError([Problem("gpipe dashboard", "", message)]) from error
+        from dashboard.page.app import LOCAL_NAMES, make_app
     if scenarios is not None and not scenarios.is_dir():
         raise InputError([Problem("--scenarios", "", f"there is no folder {scenarios}")])
     local = host in LOCAL_NAMES
-    app = make_app(runs=runs, allow_run=allow_run, scenarios=scenarios, hosts=LOCAL_NAMES if local else ("*",))
+    names = (*LOCAL_NAMES, host.strip("[]").lower(), *(name.lower() for name in allow_host or ()))
+    token = None if local and not allow_host else secrets.token_urlsafe(24)
+    app = make_app(runs=runs, allow_run=allow_run, scenarios=scenarios, hosts=names, token=token)
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
     try:
         server = make_server(host, port, app.server, threaded=True)
@@ -43,8 +50,11 @@ def dashboard(
         raise InputError([Problem("--port", "", f"cannot listen on {host}:{port}, expected a free port")]) from error
     if not local:
         can = "and can run plans here" if allow_run else "but cannot run anything"
-        say(f"listening on {host}: everyone who reaches this machine sees these scenarios and runs, {can}")
-    say(f"open http://{host}:{server.server_port}/ (Ctrl-C ends it)")
+        say(f"listening on {host}: everyone who has the token in this address sees these scenarios and runs, {can}")
+        if host in ("0.0.0.0", "::") and not allow_host:
+            say("browsers must use a name that is told with --allow-host, such as this machine's")
+    name = allow_host[0] if allow_host else "127.0.0.1" if host == "0.0.0.0" else host
+    say(f"open http://{name}:{server.server_port}/{f'?token={token}' if token else ''} (Ctrl-C ends it)")
     sys.stderr.flush()
     try:
         server.serve_forever()

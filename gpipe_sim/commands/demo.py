@@ -11,7 +11,7 @@ from gpipe_sim.commands.run import execute_plan, show_comparison
 from gpipe_sim.commands.simulate import load_questions, predict_plans
 
 if TYPE_CHECKING:
-    from gpipe_sim.predict import Prediction
+    from gpipe_sim.explain.predict import Prediction
 
 
 def demo(
@@ -19,12 +19,12 @@ def demo(
 ) -> None:
     """The whole loop on this machine: sweep a large model; profile, plan, run, rehearse and compare a small one."""
     need_torch("gpipe demo")
-    from gpipe_exec.launch import Settings
-    from gpipe_exec.rehearsal import default_stretch
-    from gpipe_sim.plan import make_plan
-    from gpipe_sim.predict import fastest
-    from gpipe_sim.sweep import load_scenario, shipped_scenarios
-    from gpipe_sim.terminal import make_console, plan_details, results_table
+    from gpipe_exec.alternatives.rehearsal import default_stretch
+    from gpipe_exec.run.launch import Settings
+    from gpipe_sim.explain.predict import fastest
+    from gpipe_sim.make.making import make_plan
+    from gpipe_sim.scenario.reading import load_scenario, shipped_scenarios
+    from gpipe_sim.show.terminal import make_console, plan_details, results_table
 
     console = make_console()
 

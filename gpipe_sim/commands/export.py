@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from gpipe_sim.commands.common import say, write
-from gpipe_sim.files import InputError, Problem
+from gpipe_sim.base.files import InputError, Problem
+from gpipe_sim.commands.common import say, scenario_argument, write
 
 
 class Target(StrEnum):
@@ -17,18 +17,27 @@ class Target(StrEnum):
     MEGATRON = "megatron"
     DEEPSPEED = "deepspeed"
     SLURM = "slurm"
+    TORCHRUN = "torchrun"
+    KUBERNETES = "kubernetes"
+    CSV = "csv"
 
 
 def export(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a scenario with a single plan.")],
-    to: Annotated[Target, typer.Option(help="The project whose flags or config to write; slurm runs our own engine.")],
+    plan_file: Annotated[Path, scenario_argument("A plan file, or a scenario with a single plan.", "PLAN")],
+    to: Annotated[
+        Target,
+        typer.Option(
+            help="Whose flags or config to write; slurm, torchrun and kubernetes run our own engine, csv is the order, "
+            "for torch."
+        ),
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write to this file instead of standard output.")
     ] = None,
 ) -> None:
     """Write a plan as another project's flags or config, and say what of it cannot be expressed there."""
-    from gpipe_sim.export import export_plan
-    from gpipe_sim.planfile import read_plan
+    from gpipe_sim.export.frameworks import export_plan
+    from gpipe_sim.make.planfile import read_plan
 
     try:
         str(plan_file).encode()

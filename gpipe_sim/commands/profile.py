@@ -1,18 +1,18 @@
 """`gpipe profile`: measure what each layer costs on this machine, or import such figures from elsewhere."""
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
-from gpipe_sim.commands.common import need_torch, progress, say, write
+from gpipe_sim.base.files import InputError, Problem
+from gpipe_sim.commands.common import need_torch, progress, say, scenario_argument, write
 from gpipe_sim.commands.run import RunDevice, run_device
-from gpipe_sim.files import InputError, Problem
 
 if TYPE_CHECKING:
-    from gpipe_sim.profile import Profile
+    from gpipe_sim.cost.profile import Profile
 
 
 class ProfileDevice(StrEnum):
@@ -25,7 +25,8 @@ class ProfileDevice(StrEnum):
 
 def profile(
     scenario_file: Annotated[
-        Path | None, typer.Argument(metavar="[SCENARIO]", help="A scenario whose model to measure on this machine.")
+        Path | None,
+        scenario_argument("A scenario whose model to measure on this machine, by file or name.", "[SCENARIO]"),
     ] = None,
     graph: Annotated[
         Path | None,
@@ -37,6 +38,17 @@ def profile(
     device: Annotated[
         ProfileDevice, typer.Option(help="Where to measure; auto takes a GPU if there is one.")
     ] = ProfileDevice.AUTO,
+    one_by_one: Annotated[
+        bool | None,
+        typer.Option(
+            "--one-by-one/--together",
+            help="One layer at a time on the device, each kind once, so that a model may be larger than the device; or "
+            "all layers at once. Left out: one by one on GPUs, together on a CPU.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds without any measurement after which to give up.")
+    ] = 120,
     out: Annotated[Path, typer.Option(help="The profile file to write.")] = Path("profile.json"),
 ) -> None:
     """Measure what each layer of a model costs on this machine, or import such figures from elsewhere."""
@@ -48,11 +60,11 @@ def profile(
         _import_profile(graph, batch, out)
     elif scenario_file is not None:
         need_torch("gpipe profile")
-        measure(scenario_file, run_device(RunDevice(device)), out)
+        measure(scenario_file, run_device(RunDevice(device)), out, timeout, one_by_one=one_by_one)
 
 
 def _import_profile(graph: Path, batch: int | None, out: Path) -> None:
-    from gpipe_sim.pipedream import import_pipedream
+    from gpipe_sim.cost.pipedream import import_pipedream
 
     if batch is None:
         raise InputError([Problem("--batch", "", "is missing: the file does not say how many samples were profiled")])
@@ -62,27 +74,45 @@ def _import_profile(graph: Path, batch: int | None, out: Path) -> None:
     typer.echo("times of input nodes, which are those of loading data, are left out")
 
 
-def measure(scenario_file: Path, device: str, out: Path) -> None:
-    """Measure the scenario's model with as many ranks as its plans have at most, and write its profile."""
-    from gpipe_exec.profiler import measure_profile, sizes_for
-    from gpipe_sim.sweep import load_scenario
+def measure(
+    scenario_file: Path, device: str, out: Path, timeout: float = 120, *, one_by_one: bool | None = None
+) -> None:
+    """Measure the scenario's model with as many ranks as its plans have at most, and write its profile.
+
+    On GPUs there are no more ranks than GPUs: one is enough to measure layers, two are to measure their link.
+    """
+    from gpipe_exec.devices.accelerator import num_accelerators
+    from gpipe_exec.measure.profiler import MeasureError, measure_profile, sizes_for
+    from gpipe_sim.scenario.reading import load_scenario
 
     sweep = load_scenario(scenario_file)
     if sweep[0].model.kind in ("layers", "profile"):
         message = f"a model of kind {sweep[0].model.kind} has costs but no arithmetic to measure"
         raise sweep[0].error("model.kind", message)
     sizes = sizes_for(sweep)
-    num_ranks = max(scenario.plan.num_stages or 1 for scenario in sweep)
-    say(f"measuring on {device} with {num_ranks} ranks, micro-batches of {', '.join(map(str, sizes))}")
-    with progress("profiling", len(sizes), quiet=True) as advance:
-        work = out.with_name(f"{out.name}.work")
-        measured = measure_profile(sweep[0], sizes, num_ranks, device, work, advance)
+    num_ranks = max(
+        -(-(scenario.plan.num_stages or 1) // scenario.plan.num_per_rank) * scenario.plan.replicas for scenario in sweep
+    )
+    if device != "cpu":
+        num_ranks = max(1, min(num_ranks, num_accelerators()))
+    alone = device != "cpu" if one_by_one is None else one_by_one
+    how = ", layers one by one" if alone else ""
+    say(f"measuring on {device} with {num_ranks} ranks, micro-batches of {', '.join(map(str, sizes))}{how}")
+    try:
+        with progress("profiling", len(sizes), quiet=True) as advance:
+            work = out.with_name(f"{out.name}.work")
+            measured = measure_profile(sweep[0], sizes, num_ranks, device, work, advance, timeout, one_by_one=alone)
+    except MeasureError as error:
+        print(f"gpipe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
     write(out, measured.to_json(), "profile, for profile: ... in the scenario")
     _summarise(measured)
 
 
 def _summarise(measured: "Profile") -> None:
-    from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
+    import numpy as np
+
+    from gpipe_sim.base.units import format_bandwidth, format_bytes, format_seconds
 
     size = measured.sizes[-1]
     forward, backward = (format_seconds(getattr(measured.at(size), name).sum()) for name in ("forward_s", "backward_s"))

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpipe_sim.commands.common import AsJson, Html, drawing, need_torch, progress, say, write
-from gpipe_sim.files import InputError, Problem
+from gpipe_sim.base.files import InputError, Problem
+from gpipe_sim.commands.common import AsJson, Html, importing, need_torch, progress, say, scenario_argument, write
 
 MEASURED = "measured.json"
 
 if TYPE_CHECKING:
-    from gpipe_exec.launch import Settings
-    from gpipe_sim.plan import Plan
+    from gpipe_exec.run.launch import Settings
+    from gpipe_sim.plan.plan import Plan
 
 
 class RunDevice(StrEnum):
@@ -44,7 +44,7 @@ class RunLinks(StrEnum):
 
 
 def run(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a scenario with a single plan.")],
+    plan_file: Annotated[Path, scenario_argument("A plan file, or a scenario with a single plan.", "PLAN")],
     device: Annotated[
         RunDevice,
         typer.Option(help="auto takes GPUs if there are any; rehearse takes each layer's time without its arithmetic."),
@@ -84,12 +84,12 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Execute a plan for real with one process per rank, measure it, and compare it with its prediction."""
-    from gpipe_sim.planfile import read_plan
+    from gpipe_sim.make.planfile import read_plan
 
     plan = read_plan(plan_file)
     need_torch("gpipe run")
-    from gpipe_exec.launch import Settings
-    from gpipe_exec.rehearsal import default_stretch
+    from gpipe_exec.alternatives.rehearsal import default_stretch
+    from gpipe_exec.run.launch import Settings
 
     if stretch is not None and device is not RunDevice.REHEARSE:
         raise InputError([Problem("--stretch", "", "is for rehearsals only, expected --device rehearse with it")])
@@ -125,12 +125,12 @@ def run(
 
 def execute_plan(plan: "Plan", settings: "Settings", out: Path | None) -> Path:
     """Run a plan and return its run directory; a run that fails ends the command with status 1."""
-    from gpipe_exec.launch import RunError, check_runnable, execute
+    from gpipe_exec.run.launch import RunError, check_runnable, execute
 
     check_runnable(plan, settings)
     _announce(plan, settings)
     directory = _run_directory(plan, out)
-    say(f"running {plan.num_stages} ranks, {settings.warmup} + {settings.steps} steps, in {directory}")
+    say(f"running {plan.world} ranks, {settings.warmup} + {settings.steps} steps, in {directory}")
     try:
         with progress("steps", settings.warmup + settings.steps, quiet=True) as advance:
             execute(plan, directory, settings, advance)
@@ -155,25 +155,31 @@ def _say_what_is_kept(directory: Path) -> None:
 
 
 def _run_directory(plan: "Plan", out: Path | None) -> Path:
-    from gpipe_sim.runs import new_run_directory
+    from gpipe_sim.runs.directory import new_run_directory
 
     if out is None:
         return new_run_directory(Path("runs"), plan.scenario.name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError([Problem("--out", "", f"found {out} with something in it, expected a new or empty folder")])
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        (out / "ranks").mkdir()  # of two that want the same empty folder, one is the first to make this in it
+    except FileExistsError as error:
+        raise InputError(
+            [Problem("--out", "", f"another run has taken {out}, expected a folder of its own")]
+        ) from error
     return out
 
 
 def _announce(plan: "Plan", settings: "Settings") -> None:
     """Say what a rehearsal leaves out, and how long it takes; and what the plan does not know of this machine."""
-    if settings.device == "cpu" and plan.scenario.cluster.cores is None and plan.num_stages > (cores := _num_cores()):
-        say(f"{plan.num_stages} ranks share {cores} cores, which the plan does not know: add `cores: {cores}` to it")
+    if settings.device == "cpu" and plan.scenario.cluster.cores is None and plan.world > (cores := _num_cores()):
+        say(f"{plan.world} ranks share {cores} cores, which the plan does not know: add `cores: {cores}` to it")
     if settings.device != "rehearse":
         return
-    from gpipe_exec.rehearsal import what_is_left_out
-    from gpipe_sim.predict import predict
-    from gpipe_sim.units import format_seconds
+    from gpipe_exec.alternatives.rehearsal import what_is_left_out
+    from gpipe_sim.base.units import format_seconds
+    from gpipe_sim.explain.predict import predict
 
     seconds = format_seconds(predict(plan).step_time_s * settings.stretch)
     if settings.links == "real":
@@ -192,7 +198,7 @@ def _num_cores() -> int:
 
 def _print_commands(plan: "Plan", settings: "Settings", nodes: int, out: Path | None) -> None:
     """What to start on each of several machines, and what to do before and after."""
-    from gpipe_exec.launch import check_runnable, commands_for_machines, prepare
+    from gpipe_exec.run.launch import check_runnable, commands_for_machines, prepare
 
     if settings.endpoint is None:
         message = "is missing: with several machines, expected host:port of the first, such as node0:29500"
@@ -215,30 +221,58 @@ def run_device(device: RunDevice) -> str:
     """The device that is meant: a GPU if there is one and nothing else was said."""
     if device is not RunDevice.AUTO:
         return str(device)
-    from gpipe_exec.pipeline import default_device
+    from gpipe_exec.devices.accelerator import available_kind
 
-    return default_device().type
+    return available_kind()
 
 
 def compare(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
+    run_directory: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run; with --traces, the plan that was run.")
+    ],
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Traces of torch's profiler, one for each rank, of a run of torch.distributed.pipelining or "
+            "torchtitan: they become a run directory.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --traces, the run directory to make; runs/<utc>-<name> if left out.")
+    ] = None,
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
     """Lay what was measured beside what was predicted, and say where the error comes from."""
-    show_comparison(run_directory, html, as_json=as_json)
+    if traces is None:
+        if out is not None:
+            raise InputError([Problem("--out", "", "is for traces only, expected --traces with it")])
+        show_comparison(run_directory, html, as_json=as_json)
+        return
+    from gpipe_sim.make.planfile import read_plan, save_plan
+    from gpipe_sim.runs.directory import save_measured
+    from gpipe_sim.runs.kineto import measure_traces
+
+    plan = read_plan(run_directory)
+    measured = measure_traces(plan, traces)
+    directory = _run_directory(plan, out)
+    say(f"{len(measured.steps)} steps of {plan.num_ranks} ranks on {measured.device}, in {directory}")
+    save_plan(plan, directory / "plan.yaml")
+    save_measured(measured, directory / MEASURED)
+    show_comparison(directory, html, as_json=as_json, first=True)
 
 
 def _gather_again(directory: Path) -> None:
     """Put together what the ranks of a run have left that ended before that could be done, if they have."""
-    from gpipe_sim.files import read_json
-    from gpipe_sim.planfile import load_plan
+    from gpipe_sim.base.files import read_json
+    from gpipe_sim.make.planfile import load_plan
 
     if not any(directory.glob("ranks/rank*.json")) or not (directory / "environment.json").is_file():
         return
     plan, settings = load_plan(directory / "plan.yaml"), read_json(directory / "environment.json").data
     need_torch("gpipe compare")
-    from gpipe_exec.records import gather
+    from gpipe_exec.run.records import gather
 
     try:
         gather(plan, directory, **{name: settings[name] for name in ("device", "engine", "stretch", "links")})
@@ -252,21 +286,21 @@ def _gather_again(directory: Path) -> None:
 def show_comparison(directory: Path, html: Path | None, *, as_json: bool, first: bool = False) -> None:
     """Compare a run with its prediction, print that, and keep it in the run's directory; the first time, also in the
     record of all runs beside it."""
-    from gpipe_sim.compare import compare_run
-    from gpipe_sim.runs import load_run
-    from gpipe_sim.terminal import comparison_table, make_console
+    from gpipe_sim.runs.compare import compare_run
+    from gpipe_sim.runs.directory import load_run
+    from gpipe_sim.show.terminal import comparison_table, make_console
 
     if not (directory / MEASURED).is_file():
         _gather_again(directory)
     comparison = compare_run(*load_run(directory))
     write(directory / "compare.json", json.dumps(comparison.to_dict(), indent=2), "the comparison")
     if first:
-        from gpipe_sim.accuracy import record
-        from gpipe_sim.runs import summary_of
+        from gpipe_sim.runs.accuracy import record
+        from gpipe_sim.runs.directory import summary_of
 
         record(directory.parent, summary_of(directory))
     if html is not None:
-        with drawing():
+        with importing("--html", "report"):
             from dashboard.report import comparison_page
         write(html, comparison_page(comparison), "report, to open in a browser")
     if as_json:

@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpipe_sim.commands.common import AsJson, Html, Overrides, progress, say, write, write_report
-from gpipe_sim.files import InputError, Problem
+from gpipe_sim.base.files import InputError, Problem
+from gpipe_sim.commands.common import (
+    AsJson,
+    Html,
+    Overrides,
+    Tokens,
+    progress,
+    say,
+    scenario_argument,
+    to_tokens,
+    write,
+    write_report,
+)
 
 if TYPE_CHECKING:
-    from gpipe_sim.plan import Plan
-    from gpipe_sim.predict import Prediction
+    from gpipe_sim.explain.predict import Prediction
+    from gpipe_sim.plan.plan import Plan
 
 
 _MANY_ACTIONS = 50_000
@@ -28,7 +39,9 @@ class Engine(StrEnum):
 
 
 def simulate(
-    files: Annotated[list[Path], typer.Argument(help="Scenario files, or plan files.", metavar="SCENARIO...")],
+    files: Annotated[
+        list[Path], scenario_argument("Scenarios, by file or name (gpipe catalog), or plan files.", "SCENARIO...")
+    ],
     overrides: Overrides = None,
     engine: Annotated[
         Engine | None,
@@ -42,29 +55,31 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="Write a trace of the plan for Perfetto or chrome://tracing.")
     ] = None,
     html: Html = None,
+    tokens: Tokens = None,
 ) -> None:
     """Predict step time, bubble and memory of every plan in the scenario files, and say why."""
     if trace and trace == html:
         raise InputError([Problem("--html", "", f"found {html}, which --trace writes, expected another file")])
+    num_tokens = to_tokens(tokens)
     questions = load_questions(files, overrides or [])
     if trace and sum(len(plans) for _, plans in questions) != 1:
         found = sum(len(plans) for _, plans in questions)
         message = f"needs a single plan, found {found}; choose one with --set, such as --set plan.stages=4"
         raise InputError([Problem("--trace", "", message)])
     answers, interrupted = predict_plans(questions, engine)
-    if as_json:
-        documents = [{"scenario": name, "results": [p.to_dict() for p in found]} for name, found in answers]
-        print(json.dumps(documents[0] if len(files) == 1 else documents, indent=2))
-    else:
-        _print_answers(answers)
-    if trace and not interrupted:
-        from gpipe_sim.trace import to_trace
+    if trace and not interrupted:  # files come before printing, of which whoever reads it may have seen enough
+        from gpipe_sim.show.trace import to_trace
 
         prediction = answers[0][1][0]
         write(trace, to_trace(prediction.step), "trace, to open in ui.perfetto.dev")
     if html and any(found for _, found in answers):
         everything = [prediction for _, predictions in answers for prediction in predictions]
-        write_report(html, everything, ", ".join(name for name, _ in answers))
+        write_report(html, everything, ", ".join(name for name, _ in answers), num_tokens)
+    if as_json:
+        documents = [{"scenario": name, "results": [p.to_dict(num_tokens) for p in found]} for name, found in answers]
+        print(json.dumps(documents[0] if len(files) == 1 else documents, indent=2))
+    else:
+        _print_answers(answers, num_tokens)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -77,15 +92,14 @@ Answer = tuple[str, list["Prediction"]]
 
 def load_questions(files: Sequence[Path], overrides: Sequence[str]) -> list[Question]:
     """The plans of every file; the mistakes of all of them, if there are any."""
-    from gpipe_sim.files import read_yaml
-    from gpipe_sim.plan import make_plan
-    from gpipe_sim.planfile import is_plan, parse_plan
-    from gpipe_sim.sweep import parse_scenario
+    from gpipe_sim.make.making import make_plan, order_notes
+    from gpipe_sim.make.planfile import is_plan, parse_plan
+    from gpipe_sim.scenario.reading import parse_scenario, read_document
 
     sweeps, questions, problems = [], [], []
     for path in files:
         try:
-            document = read_yaml(path)
+            document = read_document(path)
             if is_plan(document):
                 if overrides:
                     problems.append(Problem("--set", "", f"{path} is a plan, which is fixed, expected a scenario"))
@@ -109,6 +123,13 @@ def load_questions(files: Sequence[Path], overrides: Sequence[str]) -> list[Ques
                 advance()
     if problems:
         raise InputError(problems)
+    by_file = {scenario.beside(scenario.plan.schedule): scenario for sweep in sweeps for scenario in sweep}
+    for file, scenario in by_file.items():  # a note is told once, however many plans have their order from the file
+        for note in order_notes(scenario):
+            say(f"{file}: {note}")
+    guesses = dict.fromkeys(plan.profile.stretched(plan.sizes) for _, plans in questions for plan in plans)
+    for guess in filter(None, guesses):
+        say(guess)
     return questions
 
 
@@ -117,7 +138,7 @@ def predict_plans(questions: Sequence[Question], engine: Engine | None = None) -
 
     A single plan is simulated unless the engine says otherwise: whoever asks for one looks at its timeline.
     """
-    from gpipe_sim.predict import predict, predict_all
+    from gpipe_sim.explain.predict import predict, predict_all
 
     plans = [plan for _, found in questions for plan in found]
     if engine is Engine.FAST:
@@ -141,7 +162,7 @@ def predict_plans(questions: Sequence[Question], engine: Engine | None = None) -
 
 
 def _check_nothing_shared(plans: "Sequence[Plan]") -> None:
-    from gpipe_sim.evaluate import obstacle
+    from gpipe_sim.step.evaluate import obstacle
 
     found = [(plan, obstacle(plan)) for plan in plans]
     shared = [(plan, reason) for plan, reason in found if reason]
@@ -152,12 +173,12 @@ def _check_nothing_shared(plans: "Sequence[Plan]") -> None:
         raise InputError([Problem("--engine", "", message)])
 
 
-def _print_answers(answers: Sequence[Answer]) -> None:
-    from gpipe_sim.terminal import make_console, plan_details, results_table
+def _print_answers(answers: Sequence[Answer], tokens: float | None) -> None:
+    from gpipe_sim.show.terminal import make_console, plan_details, results_table
 
     console = make_console()
     for name, found in answers:
         if found:
-            console.print(results_table(name, found, console.width))
+            console.print(results_table(name, found, console.width, tokens=tokens))
         if len(found) == 1:
-            console.print(plan_details(found[0], console.width))
+            console.print(plan_details(found[0], console.width, tokens))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,18 +12,26 @@ from gpipe_sim.commands.common import AsJson, progress
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpipe_sim.literature import Figure, Value
+    from gpipe_sim.evidence.literature import Figure, Value
 
 
-def validate(as_json: AsJson = False) -> None:
+def validate(
+    as_json: AsJson = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Only runs on GPUs: how far predictions are, beside the tools of others.")
+    ] = False,
+) -> None:
     """Check the simulator and the memory model against figures that others have published.
 
     Exits with 1 if an exact or calibrated figure is out of its tolerance, or a trend has the wrong direction, and no
     reason for it is given.
     """
-    from gpipe_sim.evidence import NUM_PARTS, all_figures
-    from gpipe_sim.literature import summary
-    from gpipe_sim.terminal import make_console
+    if gpu:
+        _gpu_runs(as_json=as_json)
+        return
+    from gpipe_sim.evidence.everything import NUM_PARTS, all_figures
+    from gpipe_sim.evidence.literature import summary
+    from gpipe_sim.show.terminal import make_console
 
     with progress("comparing with the literature", NUM_PARTS, quiet=True) as advance:
         figures = all_figures(advance)
@@ -37,13 +45,38 @@ def validate(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+def _gpu_runs(*, as_json: bool) -> None:
+    """Every set of published runs: how many were fitted and judged, and the errors."""
+    from rich.table import Table
+
+    from gpipe_sim.evidence.gpu_runs import NUM_SETS, gpu_results
+    from gpipe_sim.show.terminal import make_console
+
+    with progress("predicting published runs", NUM_SETS, quiet=True) as advance:
+        found = [one.to_dict() for one in gpu_results(advance)]
+    if as_json:
+        print(json.dumps({"sets": found}, indent=2))
+        return
+    table = Table(header_style="bold")
+    for name in ("set", "fitted", "judged", "mean error", "median", "worst", "its own tool"):
+        table.add_column(name, justify="left" if name == "set" else "right", no_wrap=True)
+    for one in found:
+        shown = {"mean_error": ".1%", "median_error": ".1%", "worst_error": "+.1%", "own_mean_error": ".1%"}
+        errors = ["" if one[name] is None else format(one[name], form) for name, form in shown.items()]
+        table.add_row(one["set"], str(one["fitted"]), str(one["judged"]), *errors)
+    console = make_console()
+    console.print(table)
+    for source in dict.fromkeys(one["source"] for one in found):
+        console.print(source)
+
+
 def _report(figures: "Sequence[Figure]", width: int) -> "Iterator[RenderableType]":
     """A table for each table of the literature, with where it is from and what is not right; then the sums."""
     from rich.table import Table
     from rich.text import Text
 
-    from gpipe_sim.literature import published_tables, summary
-    from gpipe_sim.palette import CRITICAL
+    from gpipe_sim.evidence.literature import published_tables, summary
+    from gpipe_sim.show.palette import CRITICAL
 
     for name, group in groupby(figures, key=lambda figure: figure.table):
         source, found = published_tables()[name], list(group)

@@ -1,0 +1,1 @@
+"""Weeks of training: what fails, what that costs, and what would help."""

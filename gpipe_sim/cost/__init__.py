@@ -1,0 +1,1 @@
+"""What each layer costs: analytic, measured or imported."""

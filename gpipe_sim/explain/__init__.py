@@ -1,0 +1,1 @@
+"""Why a step takes what it takes, and what to change next."""

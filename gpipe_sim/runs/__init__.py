@@ -1,0 +1,1 @@
+"""Executed plans: the run directory, predicted beside measured, and how right all runs were."""

@@ -1,0 +1,1 @@
+"""Results for people: colours, traces, tables and charts in the terminal."""
