@@ -11,7 +11,6 @@ seconds   |                      x
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,10 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gpipe_exec.process import die_with_parent, leave
-from gpipe_sim.catalog import Link
-from gpipe_sim.files import write_text
-from gpipe_sim.units import format_bandwidth, format_seconds, parse_bytes
+from gpipe_exec.devices.accelerator import local_device, runs_in_order, synchronize
+from gpipe_exec.devices.groups import start_processes
+from gpipe_exec.devices.process import die_with_parent, leave
+from gpipe_sim.base.files import write_text
+from gpipe_sim.base.units import format_bandwidth, format_seconds, parse_bytes
+from gpipe_sim.scenario.catalog import Link
 
 LARGEST_BYTES = 2**24
 SMALLEST_BYTES = 2**10
@@ -71,8 +72,19 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     return Link(name="measured", bandwidth=1 / per_byte, latency=max(0.0, latency))
 
 
+def exchange(*, is_first: bool, in_order: bool) -> tuple[str, ...]:
+    """What one of two neighbours does to send a message there and back.
+
+    A receive that is begun before the send makes the message go straight to its place. Where a communicator's
+    operations run in order (`wires`) it would keep the send waiting, on both sides.
+    """
+    if not is_first:
+        return "begin to receive", "receive", "send"
+    return ("send", "begin to receive", "receive") if in_order else ("begin to receive", "send", "receive")
+
+
 def _ping_pong(size: int, first: int, exchanges: int, device: torch.device) -> float:
-    """Seconds one way between two neighbours, receives posted ahead, the median of several exchanges; told to all."""
+    """Seconds one way between two neighbours, the median of several exchanges; told to all."""
     rank, seconds = dist.get_rank(), [0.0]
     out, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     dist.barrier()
@@ -80,18 +92,18 @@ def _ping_pong(size: int, first: int, exchanges: int, device: torch.device) -> f
         peer = first + 1 if rank == first else first
         seconds = []
         for _ in range(exchanges):
-            begin = time.perf_counter()
-            receive = dist.irecv(back, peer)
-            assert receive is not None, "both ranks belong to the group"
-            if rank == first:
-                dist.send(out, peer)
-            receive.wait()
-            if rank != first:
-                dist.send(out, peer)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            begin, receive = time.perf_counter(), None
+            for part in exchange(is_first=rank == first, in_order=runs_in_order(device)):
+                if part == "begin to receive":
+                    receive = dist.irecv(back, peer)
+                elif part == "send":
+                    dist.send(out, peer)
+                else:
+                    assert receive is not None, "both ranks belong to the group"
+                    receive.wait()
+            synchronize(device)
             seconds.append((time.perf_counter() - begin) / 2)
-    told = torch.tensor([statistics.median(seconds)], dtype=torch.double, device=device)
+    told = torch.tensor([statistics.median(seconds)], dtype=torch.double)
     dist.broadcast(told, src=first)
     return float(told)
 
@@ -99,7 +111,9 @@ def _ping_pong(size: int, first: int, exchanges: int, device: torch.device) -> f
 def main() -> None:
     """Probe the network between the machines that torchrun was started on, one rank on each."""
     parser = argparse.ArgumentParser(prog="gpipe_exec.probe", description=main.__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="whose memory the messages are in")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="whose memory the messages are in"
+    )
     parser.add_argument("--largest", default="16 MiB", help="size of the largest message that matters (%(default)s)")
     parser.add_argument("--out", type=Path, help="write bandwidth (bytes/s) and latency (s) to this file as JSON")
     arguments = parser.parse_args()
@@ -108,9 +122,8 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"--largest: {error}")
     die_with_parent()
-    is_gpu = arguments.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timedelta(seconds=120))
+    device = local_device(arguments.device)
+    start_processes(device, timedelta(seconds=120))
     try:
         link = measure_link(device, largest)
         if link is None:

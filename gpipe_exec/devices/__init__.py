@@ -1,0 +1,1 @@
+"""What a rank's process and device tell: clocks, spans and bytes."""

@@ -1,0 +1,1 @@
+"""Profiles: layers, links and the engine's own overhead, measured."""

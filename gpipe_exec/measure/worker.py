@@ -1,0 +1,392 @@
+"""One rank's part in measuring a profile, started by torchrun.
+
+    python -m torch.distributed.run ... -m gpipe_exec.measure.worker WORK_DIR      started by `profiler.measure_profile`
+
+Every rank, pinned to its core, runs its share of the layers as a stage would run its part (`timing`), and the allocator
+tells what each layer holds. Between neighbouring ranks the link is probed (`probe`), and a pipeline that does nothing
+but keep its cores busy tells what the engine itself costs.
+
+Or layers are measured one by one: of a model that is larger than its device one layer at a time is there.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpipe_exec.devices.accelerator import local_device
+from gpipe_exec.devices.allocator import Part, bytes_of_parts, peak_bytes, peak_of_second, storage_bytes
+from gpipe_exec.devices.autopsy import answer_where, beat, fail
+from gpipe_exec.devices.environment import find_own_models
+from gpipe_exec.devices.groups import start_processes
+from gpipe_exec.devices.process import die_with_parent, leave
+from gpipe_exec.engine.losses import mean_of
+from gpipe_exec.engine.materialize import dematerialize, materialize
+from gpipe_exec.engine.messages import Value, flatten, form_of, unflatten, wants_gradient
+from gpipe_exec.engine.optimizers import make_optimizer
+from gpipe_exec.engine.pipeline import pin_to_cores
+from gpipe_exec.engine.precision import DTYPES, computes_with_copies, lower
+from gpipe_exec.engine.split import Halves
+from gpipe_exec.layers import Workload, build_workload, parameter_bytes
+from gpipe_exec.measure.calibrate import Overheads, calibrate
+from gpipe_exec.measure.timing import (
+    LayerClock,
+    LayerTimer,
+    Seconds,
+    Span,
+    alike,
+    columns_of,
+    filled,
+    forms_before,
+    from_all_ranks,
+    leaves_of,
+    on_device,
+)
+from gpipe_exec.probe import measure_link
+from gpipe_sim.base.files import parse_yaml, write_text
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.scenario.schema import Scenario
+
+REPEATS, WARMUP = 9, 2
+_HIDDEN = Overheads(0.0, 0.0)
+"""On a GPU: the host runs ahead of the device, which hides what the engine does."""
+WARMUP_S, MEASURED_S = 0.8, 1.0
+"""At least so long for each size: a core that was idle, and memory that was never touched, are slow at first."""
+
+
+def main() -> None:
+    """One rank's part of the measurement; a failure is written down before it is raised."""
+    die_with_parent()
+    find_own_models()
+    work, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    answer_where(work, rank)
+    try:
+        _measure(work, alive=partial(beat, work, rank))
+    except BaseException:
+        fail(work, rank)
+    dist.destroy_process_group()
+    leave()
+
+
+def _measure(work: Path, alive: Callable[[], None]) -> None:
+    """What is measured of each size is written by rank 0; `alive` is called every now and then."""
+    request = json.loads((work / "request.json").read_text())
+    device = local_device(request["device"])
+    shares_core = device.type == "cpu" and pin_to_cores()
+    clock = LayerClock(device, shares_core=shares_core)
+    start_processes(device, timedelta(seconds=300))
+    document = parse_yaml("{}", request["file"])
+    document.data = request["scenario"]
+    (scenario,) = parse_scenario(document)
+    one_by_one = bool(request["one_by_one"])
+    workload = build_workload(scenario, on_meta=one_by_one)
+    mixed = computes_with_copies(scenario.dtype, scenario.precision)
+    lowered = DTYPES[scenario.dtype] if mixed else None
+    if not one_by_one:
+        workload.layers.to(device)
+        if lowered is not None:
+            lower(workload.layers, lowered)
+    is_first = dist.get_rank() == 0
+    largest_bytes = 0.0
+    for size in request["sizes"]:
+        path = work / f"size{size}.json"
+        if _agree(path.is_file()):
+            columns = json.loads(path.read_text())
+        else:
+            how = _measure_one_by_one if one_by_one else _measure_size
+            columns = how(workload, size, scenario.batch // size, device, clock, lowered, alive)
+            if is_first:
+                write_text(path, json.dumps(columns))
+        largest_bytes = max(largest_bytes, *columns["output_bytes"])
+    # Ranks that share a core and keep it busy would wait for each other: that is not the engine's time.
+    link = measure_link(device, largest_bytes)
+    alive()
+    overheads = calibrate(link, asleep=shares_core) if device.type == "cpu" else _HIDDEN
+    alive()
+    extras = _measure_extras(workload, scenario, device, clock) | {
+        "link": link and {"bandwidth": link.bandwidth, "latency": link.latency},
+        "overheads": list(overheads),
+    }
+    extras["environment"]["clock"] = (
+        "of the device" if device.type != "cpu" else "of the core, which ranks share" if shares_core else "on the wall"
+    )
+    extras["environment"]["layers"] = "one by one" if one_by_one else "all of them, shared by the ranks"
+    if is_first:
+        write_text(work / "extras.json", json.dumps(extras))
+    dist.barrier()
+
+
+def _agree(flag: bool) -> bool:
+    """Rank 0's answer, everywhere."""
+    told = torch.tensor([int(flag)])
+    dist.broadcast(told, src=0)
+    return bool(told)
+
+
+def _measure_size(
+    workload: Workload,
+    size: int,
+    num_microbatches: int,
+    device: torch.device,
+    clock: LayerClock,
+    lowered: torch.dtype | None,
+    alive: Callable[[], None],
+) -> dict[str, list[float]]:
+    """All layers are on the device; each rank times its share of them, as a stage runs its part."""
+    share = [_share(len(workload.layers))]
+    timer = LayerTimer(workload, share, size, num_microbatches, device, clock, lowered)
+    _time(timer, alive)
+    columns = timer.columns() | memory_of_layers(workload, size, device, alive)
+    workload.layers.zero_grad(set_to_none=True)
+    return columns
+
+
+def _measure_one_by_one(
+    workload: Workload,
+    size: int,
+    num_microbatches: int,
+    device: torch.device,
+    clock: LayerClock,
+    lowered: torch.dtype | None,
+    alive: Callable[[], None],
+) -> dict[str, list[float]]:
+    """The same of a model that may be larger than the device: one layer at a time is there.
+
+    Of layers that are equal in structure, shapes and what they take, one is measured for all. Every rank measures all
+    of these. A layer that is alone finds its weights in a cache that is larger than it, so that small ones come out
+    faster than in a stage: up to a quarter for blocks of a small transformer on a CPU. Bytes are the same.
+    """
+    inputs, targets = workload.sample(size)
+    targets = on_device(targets, device)
+    forms = forms_before(workload.layers, inputs, lowered)
+    kinds = kinds_of_layers(workload.layers, forms)
+    passes: list[Seconds] = []
+    halves: list[Seconds] = []
+    memory: dict[str, dict[str, float]] = {}
+    for index in (kinds.index(kind) for kind in dict.fromkeys(kinds)):
+        with on_device_alone(workload.layers, index, device, lowered):
+            boundary = on_device(inputs if index == 0 else filled(forms[index]), device)
+            timer = LayerTimer(
+                workload, [range(index, index + 1)], size, num_microbatches, device, clock, boundaries=[boundary]
+            )
+            _time(timer, alive)
+            passes, halves = passes + timer.passes, halves + timer.halves
+            memory[kinds[index]], _ = memory_of_layer(workload, index, boundary, targets, device)
+            del timer, boundary
+    columns = columns_of(passes, halves, kinds, kinds)
+    return columns | {name: [memory[kind][name] for kind in kinds] for name in memory[kinds[0]]}
+
+
+def kinds_of_layers(layers: nn.Sequential, forms: Sequence[Value]) -> list[str]:
+    """Equal where layers cost the same: built alike, and given alike. The first makes no gradient of its input, and the
+    last the loss."""
+    last = len(layers) - 1
+    ends = [("the first " if index == 0 else "") + ("the last " if index == last else "") for index in range(last + 1)]
+    return [end + built + str(form_of(form)) for end, built, form in zip(ends, alike(list(layers)), forms, strict=True)]
+
+
+@contextmanager
+def on_device_alone(
+    layers: nn.Sequential, index: int, device: torch.device, lowered: torch.dtype | None
+) -> Iterator[None]:
+    """Meanwhile the layer is on the device; before and after, it is where it was built."""
+    is_new = materialize(layers, [str(number) for number in range(len(layers))], [index], device)
+    before = next((p.device for p in layers[index].parameters()), device)
+    held = {name: (tensor, tensor.data) for name, tensor in layers[index].named_parameters()}
+    layers[index].to(device)
+    if lowered is not None:
+        lower(layers[index], lowered)
+    try:
+        yield
+    finally:
+        layers[index].zero_grad(set_to_none=True)
+        for tensor, data in held.values():
+            tensor.data = data
+        if is_new:
+            dematerialize(layers, [index])
+        else:
+            layers[index].to(before)
+
+
+def _time(timer: LayerTimer, alive: Callable[[], None]) -> None:
+    for seconds, repeats in ((WARMUP_S, 2), (MEASURED_S, -(-REPEATS // timer.in_a_row))):
+        timer.clear()  # what was measured while warming up
+        began = time.perf_counter()
+        while len(timer.passes) < repeats * timer.in_a_row or _agree(time.perf_counter() - began < seconds):
+            timer.measure()
+            alive()
+
+
+def _share(num_layers: int) -> range:
+    """This rank's layers; all of them where there are fewer than ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world > num_layers:
+        return range(num_layers)
+    return range(num_layers * rank // world, num_layers * (rank + 1) // world)
+
+
+def memory_of_layers(
+    workload: Workload, size: int, device: torch.device, alive: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """`memory_of_layer` of all of them, one after the other."""
+    columns: dict[str, list[float]] = {}
+    value, targets = (on_device(given, device) for given in workload.sample(size))
+    for index in range(len(workload.layers)):
+        alive()
+        found, value = memory_of_layer(workload, index, value, targets, device)
+        for name, amount in found.items():
+            columns.setdefault(name, []).append(amount)
+    return columns
+
+
+def memory_of_layer(
+    workload: Workload, index: int, value: Value, targets: Any, device: torch.device
+) -> tuple[dict[str, float], Value]:
+    """What remains after its forward, what crosses a cut behind it and the transient peaks of each pass; its output."""
+    layer, found = workload.layers[index], dict[str, float]()
+    is_last = index == len(workload.layers) - 1
+
+    def run(given: Value) -> Value:
+        output = layer(given)
+        return mean_of(workload.loss(output, targets)) if is_last else output
+
+    leaves = leaves_of(value, first=index == 0)
+    given = flatten(leaves)[0]
+    with torch.no_grad():
+        no_grad, output = peak_bytes(device, lambda: run(leaves))
+    crossing = storage_bytes(flatten(output)[0])
+    del output
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward, output = peak_bytes(device, lambda: run(leaves))
+    known = {t.untyped_storage().data_ptr() for t in [*given, *layer.parameters(), *layer.buffers()]}
+    remaining = [t for t in [*saved, *flatten(output)[0]] if t.untyped_storage().data_ptr() not in known]
+    remains = storage_bytes(remaining)
+    saved.clear()
+    del remaining, output
+    layer.zero_grad(set_to_none=True)
+    again = partial(run, leaves)
+    backward, output = peak_of_second(device, again, _backward)
+    for tensor in given:
+        tensor.grad = None
+    adding, output = peak_of_second(device, again, _backward)
+    _, inputs, weights_adding = _split_backward(run, value, device, first=index == 0)
+    layer.zero_grad(set_to_none=True)
+    _, _, weights_making = _split_backward(run, value, device, first=index == 0)
+    outputs = [t for t in flatten(output)[0] if t.requires_grad]
+    entering, leaving = storage_bytes(outputs), storage_bytes([t for t in given if t.requires_grad])
+    parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+    found["saved_bytes"] = remains
+    found["output_bytes"] = 0 if is_last else crossing
+    found["workspace_no_grad_bytes"] = max(0, no_grad - crossing)
+    found["workspace_forward_bytes"] = max(0, forward - remains)
+    found["workspace_backward_bytes"] = backward - entering - leaving - parameters if outputs else 0
+    found["workspace_accumulate_bytes"] = adding - entering - leaving - parameters if outputs else 0
+    transient = inputs.highest - inputs.before - entering - leaving
+    making, adding = (half.highest - half.before - parameters for half in (weights_making, weights_adding))
+    found["kept_bytes"] = inputs.after
+    found["workspace_inputs_bytes"] = transient if outputs else 0
+    found["workspace_weights_bytes"] = making if outputs else 0
+    found["workspace_weights_accumulate_bytes"] = adding if outputs else 0
+    return found, output
+
+
+def _backward(output: Value) -> None:
+    outputs = [t for t in flatten(output)[0] if t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def _split_backward(run: Callable[..., Value], value: Value, device: torch.device, *, first: bool) -> list[Part]:
+    """The bytes of a forward and of the halves of its backward.
+
+    The input is made with the forward, so that it is among what is kept if it is; but not the model's own.
+    """
+    state: list[tuple[Halves, list[torch.Tensor]]] = []
+
+    def forward() -> None:
+        tensors, nesting = flatten(value)
+        halves = Halves(tensors if first else [t.detach().clone() for t in tensors], first=first)
+        with halves.recording():
+            output = run(unflatten(nesting, halves.inputs))
+        halves.end(flatten(output)[0])
+        state.append((halves, [t for t in flatten(output)[0] if wants_gradient(t)]))
+
+    def inputs() -> None:
+        halves, outputs = state.pop()
+        gradients = [torch.ones_like(outputs.pop(0)) for _ in range(len(outputs))]
+        halves.backward_inputs(gradients)
+        state.append((halves, []))
+
+    def weights() -> None:
+        halves, _ = state.pop()
+        halves.backward_weights()
+
+    return bytes_of_parts(device, [forward, inputs, weights])
+
+
+def _measure_extras(workload: Workload, scenario: Scenario, device: torch.device, clock: LayerClock) -> dict[str, Any]:
+    layers = list(workload.layers)
+    inputs, _ = workload.sample(1)
+    return {
+        "names": [f"{index}:{type(layer).__name__}" for index, layer in enumerate(layers)],
+        "parameter_bytes": [parameter_bytes(layer, scenario) for layer in layers],
+        "optimizer_s": _optimizer_seconds(layers, scenario, device, clock),
+        "input_bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in flatten(inputs)[0])),
+        "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "ranks": dist.get_world_size()},
+    }
+
+
+def _optimizer_seconds(
+    layers: Sequence[nn.Module], scenario: Scenario, device: torch.device, clock: LayerClock
+) -> list[float]:
+    """Each layer's share, by its parameters, of one update of the whole model.
+
+    Where layers are measured one by one, of as much as the largest of them has: an update is as long as its tensors.
+    """
+    counts = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    largest = layers[counts.index(max(counts))]
+    there = [p for layer in layers for p in layer.parameters() if p.device == device]
+    parameters = there or [
+        nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in largest.parameters()
+    ]
+    if not parameters:
+        return [0.0] * len(layers)
+    mixed = computes_with_copies(scenario.dtype, scenario.precision)
+    dtype = DTYPES[scenario.dtype]
+    gradients = [torch.zeros_like(parameter, dtype=dtype if mixed else None) for parameter in parameters]
+    weights = [nn.Parameter(parameter.detach().float()) for parameter in parameters] if mixed else parameters
+    optimizer = make_optimizer(scenario.optimizer, weights)
+    spans: list[Span] = []
+    for repeat in range(WARMUP + REPEATS):  # the first makes the optimizer's state
+        dist.barrier()
+        begin = clock.now()
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.to(weight.dtype)  # raised, in mixed precision
+        optimizer.step()
+        copies = [weight.detach().to(dtype) for weight in weights] if mixed else []  # for the next step
+        if repeat >= WARMUP:
+            spans.append((begin, clock.now()))
+        del copies
+    whole = statistics.median(one for rank in from_all_ranks(clock.seconds(spans)) for one in rank)
+    return [whole * count / sum(p.numel() for p in parameters) for count in counts]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Any module as a sequence of layers that a pipeline can cut."""
