@@ -2,22 +2,31 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from dashboard import comparisons, figures, sweeps
-from dashboard.style import CONFIG
-from gpipe_sim.compare import Comparison
-from gpipe_sim.explain import critical_path
-from gpipe_sim.predict import Prediction, fastest, varying
-from gpipe_sim.scenario import Transformer
-from gpipe_sim.units import format_bandwidth, format_bytes, format_seconds
+from dashboard.charts import campaigns, comparisons
+from dashboard.charts import many_plans as sweeps
+from dashboard.charts import one_step as figures
+from dashboard.charts.style import CONFIG
+from gpipe_sim.base.units import format_bandwidth, format_bytes, format_duration, format_seconds
+from gpipe_sim.campaign.campaign import DAY, Campaign, headline
+from gpipe_sim.explain.predict import Prediction, fastest, varying
+from gpipe_sim.explain.waterfall import critical_path
+from gpipe_sim.runs.compare import Comparison
+from gpipe_sim.scenario.schema import Transformer
+from gpipe_sim.show.campaign import amount
 
 
-def report_page(predictions: Sequence[Prediction], title: str) -> str:
-    """One plan in full or, of several, a comparison and then in full the fastest that fits of each scenario."""
+def report_page(predictions: Sequence[Prediction], title: str, tokens: float | None = None) -> str:
+    """One plan in full or, of several, a comparison and then in full the fastest that fits of each scenario.
+
+    With a number of `tokens`, also how many days they take, and how much money.
+    """
     body = _Page()
     groups: dict[tuple[str, str], list[Prediction]] = {}
     for prediction in predictions:
@@ -36,7 +45,7 @@ def report_page(predictions: Sequence[Prediction], title: str) -> str:
         if len(group) > 1:
             which = "The fastest plan that fits" if best.fits else "No plan fits; the fastest of them"
             body.add(f"<h2>{which}: {escape(best.settings)}</h2>")
-        body.plan(best)
+        body.plan(best, tokens)
     body.add("<h2>Assumptions</h2>")
     for (_, name), group in groups.items():
         items = "".join(f"<li>{escape(line)}</li>" for line in assumptions(group))
@@ -87,6 +96,45 @@ def comparison_page(comparison: Comparison) -> str:
     return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
 
 
+def campaign_page(found: Sequence[Campaign], title: str) -> str:
+    """Trainings of weeks: how long and how much, and in full the one that takes the fewest days."""
+    body = _Page()
+    best = min(found, key=lambda one: float(one.days.mean()))
+    body.add(f'<p class="verdict">{escape(headline(best))}</p>')
+    low, high = np.quantile(best.days, [0.05, 0.95])
+    numbers = [
+        ("days", f"{best.days.mean():,.4g}", f"{low:,.4g} to {high:,.4g}, p5 to p95 of {len(best.days)} seeds"),
+        (
+            "goodput",
+            f"{best.outcomes.goodput.mean():.1%}",
+            f"{best.conditions.work_s / DAY:,.4g} days if nothing failed",
+        ),
+        ("save every", format_duration(best.conditions.interval_s), f"{format_bytes(best.checkpoint_bytes)} each"),
+    ]
+    if best.money is not None:
+        numbers.append(("money", amount(float(best.money.mean()), best.price), f"on {best.num_devices:,} devices"))
+    cards = "".join(
+        f'<div class="number"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+        for name, value, note in numbers
+    )
+    body.add(f'<dl class="numbers">{cards}</dl>')
+    caption = "The training of median length; useful is what it would take if nothing failed and nothing was saved."
+    body.add(body.figure(campaigns.losses_over_time(best), "losses", "What the time goes to", caption))
+    caption = "The mean of some seeds, all intervals with the same luck; marked is the one that is used."
+    saving = body.figure(campaigns.goodput_by_interval(best), "intervals", "How often to save", caption)
+    caption = "Boxes hold half of the seeds, whiskers the rest."
+    body.add(f'<div class="pair">{saving}{body.figure(campaigns.days_by_seed(found), "days", "Days", caption)}</div>')
+    rows = "".join(
+        f"<tr><td>{escape(worth.change)}</td><td>{worth.days_saved:+,.3g}</td>"
+        f"<td>{'' if worth.money_saved is None else escape(amount(worth.money_saved, best.price))}</td></tr>"
+        for worth in best.worths
+    )
+    body.add(
+        f"<h3>What would help</h3><table><tr><th>change</th><th>days saved</th><th>money saved</th></tr>{rows}</table>"
+    )
+    return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
+
+
 class _Page:
     """The page's body as it grows; figures are numbered so that the same predictions give the same file."""
 
@@ -116,24 +164,24 @@ class _Page:
         chart = sweeps.time_memory(group, limits.pop() if len(limits) == 1 else None)
         caption = "A point per plan; down and to the left is better. Rings: no other plan that fits beats it in both."
         self.add(self.figure(chart, "time-memory", "Time against memory", caption))
-        if len({(plan.num_stages, plan.num_microbatches) for plan in plans}) > 1:
+        if len({(plan.num_ranks, plan.num_microbatches) for plan in plans}) > 1:
             caption = "× and grey: does not fit. A cell that several plans share shows the fastest that fits."
             maps = [
                 self.figure(
                     sweeps.heatmap(group, metric),
                     "heatmap",
-                    f"{name.capitalize()} by stages and micro-batches",
+                    f"{name.capitalize()} by ranks and micro-batches",
                     caption,
                 )
                 for metric, name in sweeps.METRICS.items()
             ]
             self.add(f'{maps[0]}<div class="pair">{maps[1]}{maps[2]}</div>')
         if len(fields) == 1:
-            caption = "The closed form is (K-1)/(M+K-1): equal stages, free links."
+            caption = "The closed form is that of equal stages and free links: (K-1)/(M+K-1), or the schedule's own."
             heading = f"Along {escape(fields[0])}"
             self.add(self.figure(sweeps.sweep_lines(group), "sweep-lines", heading, caption))
 
-    def plan(self, prediction: Prediction) -> None:
+    def plan(self, prediction: Prediction, tokens: float | None) -> None:
         """One plan: the verdict, its numbers, and why they are what they are."""
         plan, step, limit = prediction.plan, prediction.step, prediction.plan.memory_limit
         self.add(f'<p class="verdict">{escape(prediction.verdict)}</p>')
@@ -142,6 +190,8 @@ class _Page:
             for name, value, note, kind in key_numbers(prediction)
         )
         self.add(f'<dl class="numbers">{numbers}</dl>')
+        if worth := prediction.worth(tokens).sentence():
+            self.add(f'<p class="verdict">{escape(worth)}.</p>')
         jitter = plan.scenario.cluster.jitter
         sample = f" With jitter: the sample with the median step time, of {jitter.samples}." if jitter else ""
         chart = figures.gantt(step, critical_path(plan, step))
@@ -162,7 +212,8 @@ class _Page:
 def key_numbers(prediction: Prediction) -> Iterator[tuple[str, str, str, str]]:
     """Name, value, note and CSS class of each."""
     plan, peak = prediction.plan, max(prediction.peak_memory_bytes)
-    note = f"K = {plan.num_stages}, M = {plan.num_microbatches}, {plan.schedule}"
+    several = f", v = {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
+    note = f"K = {plan.num_ranks}{several}, M = {plan.num_microbatches}, {plan.schedule}"
     if plan.scenario.cluster.jitter:
         p50, p95 = map(format_seconds, (prediction.step_time_p50_s, prediction.step_time_p95_s))
         note = f"mean; p50 {p50}, p95 {p95}"
@@ -179,7 +230,9 @@ def _table(groups: Sequence[Sequence[Prediction]]) -> str:
     predictions = [prediction for group in groups for prediction in group]
     best = [fastest(group) for group in groups]
     swept = [prediction.plan.scenario.swept for prediction in predictions]
-    fields = {f: None for values in swept for f in values if f not in ("plan.stages", "plan.microbatches")}
+    told = ("plan.stages", "plan.stages_per_rank", "plan.microbatches")
+    fields = {f: None for values in swept for f in values if f not in told}
+    several = any(prediction.plan.stages_per_rank > 1 for prediction in predictions)
     place = {f: {text: i for i, text in enumerate(dict.fromkeys(str(v.get(f, "")) for v in swept))} for f in fields}
 
     def cells(prediction: Prediction) -> Iterator[tuple[str, Any, str]]:
@@ -187,7 +240,9 @@ def _table(groups: Sequence[Sequence[Prediction]]) -> str:
         plan, peak = prediction.plan, max(prediction.peak_memory_bytes)
         if len(groups) > 1:
             yield "scenario", plan.scenario.name, plan.scenario.name
-        yield "K", plan.num_stages, str(plan.num_stages)
+        yield "K", plan.num_ranks, str(plan.num_ranks)
+        if several:
+            yield "v", plan.stages_per_rank, str(plan.stages_per_rank)
         yield "M", plan.num_microbatches, str(plan.num_microbatches)
         for field in fields:
             text = str(plan.scenario.swept.get(field, ""))
@@ -231,7 +286,8 @@ def assumptions(group: Sequence[Prediction]) -> Iterator[str]:
     links = {
         f"{format_bandwidth(link.bandwidth)} and {format_seconds(link.latency)} latency"
         for plan in plans
-        for link in map(plan.link, range(plan.num_stages - 1))
+        for stage, (here, there) in enumerate(pairwise(plan.placement))
+        if here != there and (link := plan.link(stage))
     }
     how = "beside compute" if cluster.overlap else "while the sender waits"
     yield f"Links, each direction: {'; '.join(sorted(links)) or 'none'}. Messages travel {how}."
@@ -239,8 +295,10 @@ def assumptions(group: Sequence[Prediction]) -> Iterator[str]:
         yield "Several stages send through one network card, and share it fairly."
     if any(plan.crowded_nodes for plan in plans):
         yield f"Ranks share {cluster.cores} cores per node fairly."
-    reserve = f", {format_bytes(cluster.memory_reserve)} of it kept by the runtime" if cluster.memory_reserve else ""
+    reserve = f", {format_bytes(cluster.reserve)} of it kept by the runtime" if cluster.reserve else ""
     yield f"Memory: {format_bytes(device.memory)} per device{reserve}; optimizer {scenario.optimizer}."
+    if price := cluster.device_price:
+        yield f"A device costs {price.per_hour:g} {price.currency} an hour ({price.source})."
     for rank, factor in cluster.slowdown.items():
         yield f"Rank {rank} computes {factor:g} times as long as the others."
     if cluster.jitter:
