@@ -3,11 +3,11 @@
     python benchmarks/accuracy.py                on two cores, about ten minutes, with nothing else running
     python benchmarks/accuracy.py --quick        a few points, to see that it works
 
-A profile of a small transformer predicts every K, M, checkpoint mode and balance; nothing is fitted to the run that it
-predicts. Bytes, links and the engine's overhead are measured once. The speed of shared cores drifts from second to
-second, so the times of layers, each by itself, are taken in turns with the steps that they predict (`gpipe run
---reprofile`). The spread within runs is printed beside the errors: no prediction can be expected to be closer than a
-run is to itself.
+A profile of a small transformer predicts every K, M, checkpoint mode, balance and schedule, also with several stages on
+a rank and with split backwards; nothing is fitted to the run that it predicts. Bytes, links and the engine's overhead
+are measured once. The speed of shared cores drifts from second to second, so the times of layers, each by itself, are
+taken in turns with the steps that they predict (`gpipe run --reprofile`). The spread within runs is printed beside the
+errors: no prediction can be expected to be closer than a run is to itself.
 """
 
 import argparse
@@ -20,15 +20,16 @@ from pathlib import Path
 import numpy as np
 from rows import Headline, Outcome, add_option, of_errors, save
 
-from gpipe_exec.launch import Settings, execute
-from gpipe_exec.profiler import measure_profile
-from gpipe_exec.rehearsal import default_stretch
-from gpipe_sim.accuracy import rank_correlation
-from gpipe_sim.compare import Comparison, compare_run
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.profile import Profile
-from gpipe_sim.runs import load_run
-from gpipe_sim.sweep import load_scenario
+from gpipe_exec.alternatives.rehearsal import default_stretch
+from gpipe_exec.measure.profiler import measure_profile
+from gpipe_exec.run.launch import Settings, execute
+from gpipe_sim.cost.profile import Profile
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.runs.accuracy import rank_correlation
+from gpipe_sim.runs.compare import Comparison, compare_run
+from gpipe_sim.runs.directory import load_run
+from gpipe_sim.scenario.reading import load_scenario
 
 GOALS = {"cpu": 0.03, "rehearse": 0.015}
 BUBBLE_GOAL, MEMORY_GOAL = 0.015, 0.02
@@ -49,15 +50,19 @@ class Point:
     """One plan of the grid."""
 
     device: str
-    stages: int
+    ranks: int
+    """K, with `stages_per_rank` each."""
     microbatches: int
     checkpoint: str
     balance: tuple[int, ...] | None = None
+    schedule: str = "gpipe"
+    stages_per_rank: int = 1
 
     def plan(self, scenario: Path, profile: Profile) -> Plan:
         """The plan of this point, predicted from this profile."""
-        overrides = [f"plan.stages={self.stages}", f"plan.microbatches={self.microbatches}"]
-        overrides += [f"plan.checkpoint={self.checkpoint}"]
+        v = self.stages_per_rank
+        overrides = [f"plan.stages={self.ranks * v}", f"plan.stages_per_rank={v}", f"plan.schedule={self.schedule}"]
+        overrides += [f"plan.microbatches={self.microbatches}", f"plan.checkpoint={self.checkpoint}"]
         overrides += [f"plan.balance={list(self.balance)}"] if self.balance else []
         path = scenario.with_name("profile.json")
         profile.save(path)
@@ -79,10 +84,16 @@ class Result(Outcome):
 
 def grid(*, quick: bool) -> list[Point]:
     counts, modes = ((1, 4), ("never",)) if quick else ((1, 2, 4, 8, 16), ("never", "except_last", "always"))
-    points = [Point(device="cpu", stages=2, microbatches=m, checkpoint=c) for c in modes for m in counts]
-    points += [Point(device="cpu", stages=2, microbatches=4, checkpoint=c, balance=(8, 3)) for c in modes[:2]]
-    stages = (4,) if quick else (4, 8)
-    points += [Point(device="rehearse", stages=k, microbatches=8, checkpoint=c) for k in stages for c in modes]
+    points = [Point(device="cpu", ranks=2, microbatches=m, checkpoint=c) for c in modes for m in counts]
+    points += [Point(device="cpu", ranks=2, microbatches=4, checkpoint=c, balance=(8, 3)) for c in modes[:2]]
+    several = (("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2))
+    points += [
+        Point(device="cpu", ranks=2, microbatches=m, checkpoint="never", schedule=schedule, stages_per_rank=v)
+        for schedule, v in several
+        for m in ((4,) if quick else (4, 8))
+    ]
+    counts = (4,) if quick else (4, 8)
+    points += [Point(device="rehearse", ranks=k, microbatches=8, checkpoint=c) for k in counts for c in modes]
     return points
 
 
@@ -116,11 +127,11 @@ def result_of(point: Point, comparison: Comparison) -> Result:
 
 def show(result: Result) -> None:
     p = result.point
-    balance = " uneven" if p.balance else ""
+    kind = p.checkpoint + " uneven" * bool(p.balance) if p.schedule == "gpipe" else p.schedule
     parts = " ".join(f"{name} {share:+.1%}" for name, share in result.attribution.items() if abs(share) > 5e-4)
     worst = max(result.activation_errors, key=abs)
     print(
-        f"{p.device:8} K={p.stages} M={p.microbatches:<2} {p.checkpoint + balance:18} {result.predicted_s * 1e3:7.1f} "
+        f"{p.device:8} K={p.ranks} M={p.microbatches:<2} {kind:18} {result.predicted_s * 1e3:7.1f} "
         f"{result.measured_s * 1e3:7.1f} ms {result.error:+6.1%} (spread {result.spread:4.1%})  bubble "
         f"{100 * result.bubble_points:+5.1f}  activations {worst:+5.1%}  {parts}",
         flush=True,

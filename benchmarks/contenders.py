@@ -21,7 +21,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputing
 
 from gpipe_exec import Pipeline, pin_to_cores
+from gpipe_exec.devices.process import die_with_parent
+from gpipe_exec.engine.losses import Loss
 from gpipe_exec.layers import build_workload
-from gpipe_exec.process import die_with_parent
-from gpipe_exec.stage import Loss
-from gpipe_sim.files import Document
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.base.files import Document
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.reading import parse_scenario
 
 Checkpoint = Literal["never", "except_last"]
 SCENARIO = {
@@ -56,9 +57,11 @@ Step = Callable[[], torch.Tensor | None]
 """One step; the mean loss on a rank that has it."""
 
 
-def plan_of(checkpoint: Checkpoint, schedule: str = "gpipe") -> Plan:
-    """The plan that all follow, as far as they can."""
-    overrides = (f"plan.checkpoint={checkpoint}", f"plan.schedule={schedule}")
+def plan_of(checkpoint: Checkpoint, schedule: str = "gpipe", stages_per_rank: int = 1) -> Plan:
+    """The plan that all follow, as far as they can. With two stages on each rank, every stage has two blocks."""
+    overrides = [f"plan.checkpoint={checkpoint}", f"plan.schedule={schedule}"]
+    if stages_per_rank == 2:
+        overrides += ["plan.stages=4", "plan.stages_per_rank=2", "plan.balance=[3, 2, 2, 4]"]
     (scenario,) = parse_scenario(Document("benchmark", SCENARIO), *overrides)
     return make_plan(scenario)
 
@@ -89,19 +92,19 @@ class Task(NamedTuple):
         """What a micro-batch adds to the mean loss over the batch; all have the same size."""
         return self.loss(output, target) / self.plan.num_microbatches
 
-    def boundary(self) -> torch.Tensor:
-        """What one micro-batch looks like between the stages."""
+    def boundary(self, layers: slice | None = None) -> torch.Tensor:
+        """What one micro-batch looks like after some layers, or else between the stages."""
         with torch.no_grad():
-            activations: torch.Tensor = self.layers[self.plan.stages[0]](self.microbatches[0][0])
+            activations: torch.Tensor = self.layers[layers or self.plan.stages[0]](self.microbatches[0][0])
         return activations.requires_grad_()
 
 
 # --- the contenders ------------------------------------------------------------------------------------------------
 
 
-def ours(task: Task, schedule: str) -> Step:
+def ours(task: Task, schedule: str, stages_per_rank: int = 1) -> Step:
     """This project's engine, as `examples/train.py` uses it."""
-    pipe = Pipeline(task.layers, plan_of(task.checkpoint, schedule), task.loss)
+    pipe = Pipeline(task.layers, plan_of(task.checkpoint, schedule, stages_per_rank), task.loss)
     return lambda: pipe.step(task.inputs, task.targets)
 
 
@@ -170,32 +173,43 @@ class Recomputed(nn.Module):
         return recomputing(self.stage, value, use_reentrant=False)
 
 
-def of_torch(task: Task, schedule: str) -> Step:
-    """torch.distributed.pipelining. It knows of no checkpointing: a stage can recompute always or never."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+def of_torch(task: Task, schedule: str, stages_per_rank: int = 1) -> Step:
+    """torch.distributed.pipelining's own class. It knows of no checkpointing: a stage recomputes always or never."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-    M = task.plan.num_microbatches
-    inputs = task.microbatches[0][0] if task.rank == 0 else task.boundary()
-    stage = PipelineStage(
-        task.stage if task.checkpoint == "never" else Recomputed(task.stage),
-        task.rank,
-        task.plan.num_stages,
-        torch.device("cpu"),
-        # Without these, it runs the stage on uninitialised memory to find out.
-        input_args=(inputs,),
-        output_args=(task.stage(inputs).detach().requires_grad_(),),
-    )
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
-    made = kind(stage, M, loss_fn=task.share_of_loss, scale_grads=False)
+    plan = plan_of(task.checkpoint, schedule, stages_per_rank)
+    own, stages = plan.stages_of(task.rank), []
+    for index in own:
+        span = plan.stages[index]
+        inputs = task.boundary(slice(0, span.start)) if index else task.microbatches[0][0]
+        layers = task.layers[span]
+        stage = PipelineStage(
+            layers if task.checkpoint == "never" else Recomputed(layers),
+            index,
+            plan.num_stages,
+            torch.device("cpu"),
+            # Without these, it runs the stage on uninitialised memory to find out.
+            input_args=(inputs,),
+            output_args=(layers(inputs).detach().requires_grad_(),),
+        )
+        stages.append(stage)
+    kind = get_schedule_class(TORCHS[schedule])
+    held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    made = kind(held, plan.num_microbatches, loss_fn=task.share_of_loss, scale_grads=False)
 
     def step() -> torch.Tensor | None:
         losses: list[torch.Tensor] = []
-        given = (task.inputs,) if task.rank == 0 else ()
-        target = task.targets if task.rank == 1 else None
+        given = (task.inputs,) if 0 in own else ()
+        target = task.targets if plan.num_stages - 1 in own else None
         made.step(*given, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else None
 
     return step
+
+
+TORCHS = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B", "zb_v": "ZBVZeroBubble"}
+"""Our schedules by the names of torch's; its GPipe runs backwards first in first out."""
 
 
 def of_deepspeed(task: Task) -> Step:
@@ -283,6 +297,8 @@ class Contender(NamedTuple):
     """In which each process computes."""
     all_or_nothing: bool = False
     """Whether it cannot spare the last micro-batch the recomputation."""
+    checkpoints: tuple[Checkpoint, ...] = get_args(Checkpoint)
+    """With which it takes part."""
 
     def does(self, checkpoint: Checkpoint) -> str:
         """How it checkpoints when it is asked to do it this way."""
@@ -291,6 +307,10 @@ class Contender(NamedTuple):
 
 HAND, OURS, OURS_1F1B, ALONE = "hand-written loop", "ours, gpipe", "ours, 1f1b", "one process, one thread"
 TORCH, TORCHGPIPE = "torch ScheduleGPipe", "torchgpipe"
+OURS_INTERLEAVED, TORCH_INTERLEAVED = "ours, interleaved_1f1b", "torch ScheduleInterleaved1F1B"
+OURS_ZB_V, TORCH_ZB_V = "ours, zb_v", "torch ScheduleZBVZeroBubble"
+RIVALS = {TORCH_INTERLEAVED: OURS_INTERLEAVED, TORCH_ZB_V: OURS_ZB_V}
+"""Theirs -> ours with the same schedule, two stages on each rank; all others are compared with our gpipe."""
 CONTENDERS = {
     HAND: Contender(by_hand, 2, 1),
     OURS: Contender(partial(ours, schedule="gpipe"), 2, 1),
@@ -302,6 +322,15 @@ CONTENDERS = {
     "fairscale Pipe": Contender(partial(of_threads, module="fairscale.nn", name="Pipe"), 1, 2),
     ALONE: Contender(alone, 1, 1),
     "one process, two threads": Contender(alone, 1, 2, threads=2),
+    **{
+        name: Contender(partial(build, schedule=schedule, stages_per_rank=2), 2, 1, checkpoints=("never",))
+        for name, build, schedule in (
+            (OURS_INTERLEAVED, ours, "interleaved_1f1b"),
+            (TORCH_INTERLEAVED, of_torch, "interleaved_1f1b"),
+            (OURS_ZB_V, ours, "zb_v"),
+            (TORCH_ZB_V, of_torch, "zb_v"),
+        )
+    },
 }
 
 

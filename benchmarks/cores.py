@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 from rows import Outcome, add_option, of_errors, save
 
-from gpipe_exec.launch import Settings, execute
-from gpipe_exec.profiler import measure_profile
-from gpipe_sim.compare import compare_run
-from gpipe_sim.plan import make_plan
-from gpipe_sim.runs import load_run
-from gpipe_sim.sweep import load_scenario
+from gpipe_exec.measure.profiler import measure_profile
+from gpipe_exec.run.launch import Settings, execute
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.runs.compare import compare_run
+from gpipe_sim.runs.directory import load_run
+from gpipe_sim.scenario.reading import load_scenario
 
 GOAL, LONG_S = 0.05, 20e-3
 

@@ -3,7 +3,7 @@
 * *equal layers*: the same number of layers on every stage;
 * *least spread*: the smallest difference between the largest and the smallest stage, which is what torchgpipe's
   balancing by block partition aims at; here by trying every cut, so at least as well as it does;
-* *smallest maximum*: our default cut, `gpipe_sim.partition`.
+* *smallest maximum*: our default cut, `gpipe_sim.plan.partition`.
 
 What counts is the step. Run with: .venv/bin/python benchmarks/cuts.py
 """
@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 from rows import Headline, add_option, save
 
-from gpipe_sim.evaluate import evaluate
-from gpipe_sim.files import parse_yaml
-from gpipe_sim.partition import partition
-from gpipe_sim.plan import Plan, make_plan, stage_costs
-from gpipe_sim.search import search
-from gpipe_sim.space import space_of
-from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.base.files import parse_yaml
+from gpipe_sim.make.making import make_plan, stage_costs
+from gpipe_sim.plan.partition import partition
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.search.choices import space_of
+from gpipe_sim.search.search import search
+from gpipe_sim.step.evaluate import evaluate
 
 RULES = ("equal layers", "least spread", "smallest maximum")
 

@@ -4,6 +4,8 @@ one run, with everything else that can do the same step.
 * *hand-written loop*: two processes, this model and nothing else, receives posted ahead; what an engine may cost.
 * *torch ScheduleGPipe* and *Schedule1F1B* of torch.distributed.pipelining. They cannot checkpoint all but the last
   micro-batch, so that beside `except_last` they checkpoint `always`, one micro-batch more.
+* *torch ScheduleInterleaved1F1B* and *ScheduleZBVZeroBubble*, with two stages on each rank, beside our engine with the
+  same order; without checkpointing, since a recomputation and a split backward do not go together there.
 * *DeepSpeed 1F1B*: its PipelineEngine, the only schedule it has, on gloo. It checkpoints as torch does.
 * *torchgpipe* and *fairscale Pipe*: one process. They have a thread for each device; stages on the CPU share one.
 * *one process* with one and with two threads: a micro-batch after the other, nothing recomputed.
@@ -38,13 +40,24 @@ from typing import Any, NoReturn, get_args
 
 import numpy as np
 import torch
-from contenders import ALONE, CONTENDERS, HAND, OURS, OURS_1F1B, TORCH, TORCHGPIPE, Checkpoint, plan_of
+from contenders import (
+    ALONE,
+    CONTENDERS,
+    HAND,
+    OURS,
+    OURS_1F1B,
+    RIVALS,
+    TORCH,
+    TORCHGPIPE,
+    Checkpoint,
+    plan_of,
+)
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rows import Headline, add_option, save
 
-from gpipe_exec.launch import worker_environment
+from gpipe_exec.devices.environment import worker_environment
 
 CORES = 2
 BUSY = 0.05
@@ -343,29 +356,33 @@ def goals_of(rows: list[Row]) -> list[Goal]:
     by_name, checkpoint = {row.name: row for row in rows}, rows[0].checkpoint
 
     def goal(text: str, peer: str, held: Callable[[float], bool], *, over: bool = False) -> Goal:
-        pair = (by_name[peer], by_name[OURS]) if over else (by_name[OURS], by_name[peer])
+        ours = by_name[RIVALS.get(peer, OURS)]
+        pair = (by_name[peer], ours) if over else (ours, by_name[peer])
         found = ratio(*pair)
         return Goal(f"{text} ({checkpoint})", peer, found, None if found is None else held(found))
 
     found = [goal("at most 1.03 of the hand-written loop", HAND, lambda r: r <= 1.03)]
     if checkpoint == "never":
         found.append(goal("below 1.0 of ScheduleGPipe", TORCH, lambda r: r < 1))
+        found += [goal(f"{ours}: at most 1.03 of {peer}", peer, lambda r: r <= 1.03) for peer, ours in RIVALS.items()]
     found.append(goal("1.6x torchgpipe or more", TORCHGPIPE, lambda r: r >= 1.6, over=True))
     return found
 
 
 def headlines_of(rows: list[Row]) -> list[Headline]:
-    """Every contender against our engine with GPipe's schedule, for each way to checkpoint."""
+    """Every contender against our engine with GPipe's schedule, or with its own, for each way to checkpoint."""
     found = []
     for checkpoint in dict.fromkeys(row.checkpoint for row in rows):
         of_one = [row for row in rows if row.checkpoint == checkpoint]
-        (ours,) = (row for row in of_one if row.name == OURS)
+        by_name = {row.name: row for row in of_one}
         verdicts = {goal.peer: goal.held for goal in goals_of(of_one)}
         for row in of_one:
+            ours = by_name[RIVALS.get(row.name, OURS)]
             if row is not ours:
+                several = f", {ours.name}, v=2" if row.name in RIVALS else ""
                 found.append(
                     Headline(
-                        what=f"run a step, K=2 M=8, checkpoint {checkpoint}",
+                        what=f"run a step, K=2 M=8, checkpoint {checkpoint}{several}",
                         peer=row.label,
                         ours=_milliseconds(ours),
                         theirs=_milliseconds(row),
@@ -445,10 +462,11 @@ def main() -> None:
     console, machine, goals, rows = Console(), Machine(), list[Goal](), list[Row]()
     checkpoints: tuple[Checkpoint, ...] = get_args(Checkpoint)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        total = len(checkpoints) * arguments.starts * (1 + arguments.rounds) * len(CONTENDERS)
+        taking_part = sum(len(contender.checkpoints) for contender in CONTENDERS.values())
+        total = arguments.starts * (1 + arguments.rounds) * taking_part
         bar = progress.add_task("taking turns", total=total)
         for checkpoint in checkpoints:
-            found = [Row(name, checkpoint) for name in CONTENDERS]
+            found = [Row(name, checkpoint) for name, one in CONTENDERS.items() if checkpoint in one.checkpoints]
             try:
                 for _ in range(arguments.starts):
                     measure(found, arguments.rounds, arguments.steps, machine, lambda: progress.advance(bar))
@@ -463,7 +481,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(document_of(arguments, rows, goals, machine), indent=2) + "\n")
     save(arguments.rows, headlines_of(rows))
-    broken = [row for row in rows if row.failure and row.name in (HAND, OURS, OURS_1F1B, ALONE)]
+    broken = [row for row in rows if row.failure and row.name in (HAND, OURS, OURS_1F1B, ALONE, *RIVALS.values())]
     raise SystemExit(1 if broken or any(goal.held is False for goal in goals) else 0)
 
 

@@ -30,15 +30,17 @@ import numpy as np
 from hosts import INTERFACE, Hosts, what_is_missing
 from rows import Outcome, add_option, of_errors, save
 
-from gpipe_exec.launch import Settings, commands_for_machines, prepare, worker_environment
-from gpipe_exec.profiler import measure_profile
-from gpipe_sim.catalog import Link
-from gpipe_sim.compare import Comparison, compare_run
-from gpipe_sim.files import Document
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.runs import load_run
-from gpipe_sim.scenario import Scenario
-from gpipe_sim.sweep import parse_scenario
+from gpipe_exec.devices.environment import worker_environment
+from gpipe_exec.measure.profiler import measure_profile
+from gpipe_exec.run.launch import Settings, commands_for_machines, prepare
+from gpipe_sim.base.files import Document
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.runs.compare import Comparison, compare_run
+from gpipe_sim.runs.directory import load_run
+from gpipe_sim.scenario.catalog import Link
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.scenario.schema import Scenario
 
 GOAL, KNEE_GOAL = 0.03, 0.05
 NUM_MICROBATCHES = 8

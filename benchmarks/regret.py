@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from rows import Headline, add_option, save
 
-from gpipe_exec.launch import Settings, execute
-from gpipe_exec.profiler import measure_profile, sizes_for
-from gpipe_sim.advise import advise, describe
-from gpipe_sim.metrics import step_time_s
-from gpipe_sim.search import Candidate
-from gpipe_sim.space import space_of
-from gpipe_sim.sweep import load_scenario
+from gpipe_exec.measure.profiler import measure_profile, sizes_for
+from gpipe_exec.run.launch import Settings, execute
+from gpipe_sim.scenario.reading import load_scenario
+from gpipe_sim.search.advise import advise, describe
+from gpipe_sim.search.choices import space_of
+from gpipe_sim.search.search import Candidate
+from gpipe_sim.step.metrics import step_time_s
 
 GOAL = 0.03
 ALL_RUN, STILL_NEAR = 2, 0.10

@@ -25,13 +25,20 @@ from rich.table import Table
 from rows import Headline, add_option, save
 from simulator import plan_of
 
-from gpipe_sim.evaluate import evaluate
-from gpipe_sim.plan import Plan
-from gpipe_sim.scenario import Transformer
-from gpipe_sim.schedule import rank_actions
-from gpipe_sim.simulate import simulate
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.plan.program import rank_actions
+from gpipe_sim.scenario.schema import Transformer
+from gpipe_sim.step.evaluate import evaluate
+from gpipe_sim.step.simulate import simulate
 
-SIZES = ((8, 32), (32, 256))
+SIZES = (
+    ("gpipe", 1, 8, 32),
+    ("gpipe", 1, 32, 256),
+    ("interleaved_1f1b", 2, 8, 32),
+    ("zb_h1", 1, 8, 32),
+    ("zb_v", 2, 8, 32),
+)
+"""Schedule, stages on each rank, K and M."""
 NUM_PLANS = 1000
 REPEAT = "make peers; .venv/bin/python benchmarks/rivals.py"
 
@@ -45,15 +52,14 @@ def torch_schedule(plan: Plan) -> tuple[dict[int, list[object]], Callable[[], ob
         _simulate_comms_compute,
     )
 
-    kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+    kinds = {kind.value: kind for kind in _ComputationType if kind.value in ("F", "B", "I", "W")}
     compute = {
         rank: [_Action(a.stage, kinds[a.kind], a.microbatch) for a in actions if a.kind in kinds]
         for rank, actions in enumerate(rank_actions(plan))
     }
-    lowered = _add_send_recv(
-        {rank: list(actions) for rank, actions in compute.items()}, lambda stage: stage, len(compute)
-    )
-    return compute, lambda: _simulate_comms_compute(lowered, lambda stage: stage, len(compute))
+    where = plan.positions.__getitem__
+    lowered = _add_send_recv({rank: list(actions) for rank, actions in compute.items()}, where, plan.num_stages)
+    return compute, lambda: _simulate_comms_compute(lowered, where, plan.num_stages)
 
 
 def best_of(functions: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
@@ -71,8 +77,8 @@ def best_of(functions: dict[str, Callable[[], object]], repeat: int) -> dict[str
 def torch_headlines(repeat: int, table: Table) -> list[Headline]:
     """Time per action of the same schedule."""
     found = []
-    for K, M in SIZES:
-        plan = plan_of(K, M)
+    for schedule, v, K, M in SIZES:
+        plan = plan_of(K, M, schedule, v)
         compute, theirs = torch_schedule(plan)
         laid_out = theirs()
         for rank, actions in compute.items():
@@ -81,13 +87,13 @@ def torch_headlines(repeat: int, table: Table) -> list[Headline]:
             {"torch": theirs, "simpy": lambda plan=plan: simulate(plan), "fast": lambda plan=plan: evaluate([plan])},
             repeat,
         )
-        actions = 2 * K * M
+        actions = sum(len(found) for found in compute.values())
         per_action = {name: 1e6 * value / actions for name, value in seconds.items()}
-        table.add_row(f"K={K} M={M}", *(f"{per_action[name]:.2f}" for name in ("torch", "simpy", "fast")))
+        table.add_row(f"{schedule} K={K} M={M}", *(f"{per_action[name]:.2f}" for name in ("torch", "simpy", "fast")))
         for ours, what in (("simpy", "simulate"), ("fast", "evaluate")):
             found.append(
                 Headline(
-                    what=f"{what} K={K} M={M}, {actions} actions",
+                    what=f"{what} {schedule} K={K} M={M}, {actions} actions",
                     peer="torch _simulate_comms_compute",
                     ours=f"{per_action[ours]:.2f} us/action",
                     theirs=f"{per_action['torch']:.2f} us/action",

@@ -29,13 +29,14 @@ from rich.progress import Progress
 from rich.table import Table
 from rows import Headline, add_option, save
 
-from gpipe_sim.explain import critical_path
-from gpipe_sim.files import parse_yaml
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.predict import predict
-from gpipe_sim.simulate import simulate
-from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
-from gpipe_sim.terminal import make_console, plan_details, results_table
+from gpipe_sim.base.files import parse_yaml
+from gpipe_sim.explain.predict import predict
+from gpipe_sim.explain.waterfall import critical_path
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.reading import load_scenario, parse_scenario, shipped_scenarios
+from gpipe_sim.show.terminal import make_console, plan_details, results_table
+from gpipe_sim.step.simulate import simulate
 
 SIZES = ((16, 128), (32, 256), (64, 512), (128, 1024), (256, 2048), (512, 4096))
 LARGE = 90_000
@@ -119,7 +120,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    from gpipe_sim.palette import BREAKDOWN, CRITICAL
+    from gpipe_sim.show.palette import BREAKDOWN, CRITICAL
 
     chart = make_subplots(1, 2, subplot_titles=("CPU time, s", "peak memory, GiB"))
     actions = [one["actions"] for one in found]

@@ -18,22 +18,26 @@ from rich.progress import Progress
 from rich.table import Table
 from rows import Headline, add_option, save
 
-from gpipe_sim.files import parse_yaml
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.simulate import simulate
-from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.base.files import parse_yaml
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.step.simulate import simulate
 
 SIZES = ((8, 32), (32, 256), (64, 1024))
 GOAL = 0.4
 
 
-def plan_of(K: int, M: int) -> Plan:
-    """GPipe without recompute on K equal stages and links that take a tenth of a forward."""
+def plan_of(K: int, M: int, schedule: str = "gpipe", v: int = 1) -> Plan:
+    """No recompute, K ranks with v equal stages each, and links that take a tenth of a forward; GPipe unless said."""
     text = f"""
-    model: {{kind: layers, layers: [{{name: layer, repeat: {K}, forward: 1 ms, output: 1 MB, saved: 4 MB}}]}}
+    model:
+      kind: layers
+      layers: [{{name: layer, repeat: {K * v}, forward: 1 ms, backward_weights: 1 ms, output: 1 MB, saved: 4 MB}}]
     batch: {M}
     cluster: {{device: a100-80gb, link: {{bandwidth: 10 GB/s, latency: 10 us}}}}
-    plan: {{stages: {K}, microbatches: {M}, checkpoint: never, window: all}}
+    plan:
+      {{stages: {K * v}, stages_per_rank: {v}, microbatches: {M}, schedule: {schedule}, checkpoint: never, window: all}}
     """
     return make_plan(parse_scenario(parse_yaml(text, "benchmark"))[0])
 
