@@ -12,8 +12,29 @@ from playwright.sync_api import Browser, Playwright
 # Where the tests are started in the background, Ctrl-C is ignored, also by every program that they start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("gpipe", deadline=None)
+# The same examples in every run, so that a test fails for what was changed; `make fuzz` looks for new ones.
+settings.register_profile("gpipe", deadline=None, derandomize=not os.environ.get("GPIPE_NEW_EXAMPLES"))
 settings.load_profile("gpipe")
+
+LONGEST_FIRST = (
+    "test_dashboard_page",
+    "test_execution",
+    "test_faults",
+    "test_runs",
+    "test_search",
+    "test_nccl",
+    "test_rehearsal",
+    "test_docs",
+    "test_evaluate",
+)
+"""Files that take a minute or more: they come first, so that no core is left waiting for the other at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In that order, and the others as they were."""
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 CHROMIUM = Path("/usr/bin/chromium")
 

@@ -9,8 +9,8 @@ from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_sim.accuracy import RECORD, accuracy_of, by_group, rank_correlation, record, recorded
-from gpipe_sim.runs import RunSummary
+from gpipe_sim.runs.accuracy import RECORD, accuracy_of, by_group, rank_correlation, record, recorded
+from gpipe_sim.runs.directory import RunSummary, _began
 
 RUN = RunSummary(
     name="20261116T100000Z-one",
@@ -36,6 +36,18 @@ SLOWER = replace(
     bubble_error=0.0,
     memory_errors=None,
 )
+
+
+def test_a_line_that_was_cut_off_does_not_swallow_the_next(tmp_path):
+    record(tmp_path, SLOWER)
+    (tmp_path / RECORD).write_bytes((tmp_path / RECORD).read_bytes()[:-10])
+    record(tmp_path, RUN)
+    assert recorded(tmp_path) == [RUN]
+
+
+def test_a_name_that_only_looks_like_a_date_is_none():
+    assert _began("20269999T999999Z-x") is None
+    assert _began("20260102T030405Z-x") == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def test_a_record_gives_back_what_was_added_to_it_and_skips_what_is_no_run(tmp_path):

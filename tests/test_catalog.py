@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from gpipe_sim.catalog import LINKS, device_names, find_device, this_cpu
+from gpipe_sim.scenario.catalog import LINKS, device_names, find_device, this_cpu
 
 PUBLISHED = [name for name in device_names() if name != "cpu"]
 

@@ -1,14 +1,18 @@
 """The command line: its contract of keys and exit statuses, and its manners."""
 
+import inspect
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import run
+
+from gpipe_sim.base.files import write_text
 
 BIN = Path(sys.executable).parent
 BUBBLE = """
@@ -24,16 +28,22 @@ KEYS = {
     "set",
     "stages",
     "ranks",
+    "stages_per_rank",
     "microbatches",
+    "replicas",
+    "shard",
+    "tensor",
     "checkpoint",
     "schedule",
     "recompute",
+    "recompute_unit",
     "backward",
     "balance",
     "placement",
     "window",
     "step_time_s",
     "pipeline_time_s",
+    "longest_rank_span_s",
     "throughput_samples_s",
     "bubble_fraction",
     "bubble_ideal",
@@ -44,6 +54,17 @@ KEYS = {
     "fits",
     "breakdown_s",
     "utilization",
+    "parameters",
+    "devices",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "model_flops",
+    "mfu",
+    "price_per_hour",
+    "price_source",
+    "currency",
+    "money_per_step",
+    "money_per_token",
 }
 
 
@@ -145,7 +166,7 @@ def test_a_single_plan_is_drawn_and_explained(capsys, small):
         "rank 3 |",
         "F0",
         "stage 3",
-        "of 80.0 GiB",
+        "of 78.5 GiB",
         "recomputation",
         "What limits",
     ):
@@ -157,6 +178,53 @@ def test_a_sweep_is_a_table_with_the_closed_form_beside_the_simulated_bubble(cap
     assert "75.00%" in out
     assert "42.86%" in out
     assert "rank 0" not in out
+
+
+SPLITS = BUBBLE.replace("backward: 2 ms", "backward: 2 ms, backward_weights: 1 ms")
+
+
+def test_stages_of_a_rank_are_told_apart(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    path = tmp_path / "small.yaml"
+    path.write_text(SPLITS.replace("microbatches: 4", "microbatches: 4, schedule: zb_v, checkpoint: never"))
+    _, out, _ = run(capsys, "simulate", path)
+    assert "│ 2 │ 2 │ 4 │" in out, "K, v and M"
+    assert "ideal bubble" in out
+    assert "4 stages of 1 1 1 1 layers on 2 ranks, 2 on each (0 1 1 0)" in out
+    (first,) = [line for line in out.splitlines() if line.startswith("rank 0 |")]
+    assert first.startswith("rank 0 |0F0=")
+    assert "3F0=" in first
+    assert "3W" in first
+    assert "F forward  I backward for the inputs  W backward for the weights  U update" in out
+    assert [line[:8] for line in out.splitlines() if " GiB of " in line or " MiB of " in line] == [
+        "rank 0  ",
+        "rank 1  ",
+    ]
+
+
+def test_the_closed_form_is_named_only_where_it_is_that_of_all(capsys, tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SPLITS)
+    _, out, _ = run(capsys, "simulate", path, "--set", "plan.schedule=[gpipe, 1f1b]")
+    assert "(K-1)/(M+K-1)" in out
+    _, out, _ = run(capsys, "simulate", path, "--set", "plan.schedule=[gpipe, zb_h1]")
+    assert "ideal bubble" in out
+    assert "(K-1)/(M+K-1)" not in out
+
+
+def test_what_an_order_file_says_otherwise_is_told_once(capsys, small, tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0SEND_F0,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(BUBBLE.replace("{stages: 4, microbatches: 4}", "{schedule: mine.csv, window: [1, 2]}"))
+    status, out, err = run(capsys, "simulate", path)
+    assert status == 0
+    assert err.count("1 OVERLAP_F_B pairs are run in turn") == 1
+    assert err.count("left out, since they follow from the other actions: 1 SEND_F") == 1
+    assert "OVERLAP_F_B" not in out
+    _, out, _ = run(capsys, "simulate", path, "--set", "plan.window=1")
+    assert "the order of mine.csv" in out
+    _, out, _ = run(capsys, "simulate", small, "--set", "plan.schedule=auto")
+    assert "auto, an order made for these times" in " ".join(out.split())
 
 
 def test_mistakes_of_all_files_are_reported_at_once_with_exit_status_2(capsys, small, tmp_path):
@@ -224,6 +292,33 @@ def test_a_file_that_cannot_be_written_is_a_message(capsys, small, tmp_path):
         assert "cannot be written" in err
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_files_are_written_before_anything_is_printed(small, tmp_path, command):
+    """So that whoever reads the output may stop whenever they like."""
+    file = tmp_path / "file"
+    option = "--out" if command == "plan" else "--trace"
+    line = "import sys; from gpipe_sim.cli import main; main(sys.argv[1:])"
+    with subprocess.Popen(
+        [sys.executable, "-c", line, command, str(small), option, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # as `| head -0` does
+        assert process.wait(timeout=120) == 0
+    assert file.stat().st_size > 100
+
+
+def test_what_is_written_has_the_permissions_that_the_user_wants_while_others_write_too(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "file", "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+    assert "umask" not in inspect.getsource(write_text)
+
+
 def test_a_link_stays_where_a_file_is_written_and_what_is_no_file_is_written_to(capsys, small, tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
@@ -237,27 +332,38 @@ def test_a_link_stays_where_a_file_is_written_and_what_is_no_file_is_written_to(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "link", "pipe", small.name}
 
 
-def test_catalog_lists_names_figures_and_sources(capsys):
+def test_catalog_lists_names_figures_and_sources(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     status, out, _ = run(capsys, "catalog")
     assert status == 0
-    for words in ("a100-80gb", "tpu-v3-core", "312 TFLOP/s", "nvlink4", "450 GB/s", "NVIDIA", "cpu"):
+    for words in (
+        "a100-80gb",
+        "tpu-v3-core",
+        "312 TFLOP/s",
+        "nvlink4",
+        "450 GB/s",
+        "NVIDIA",
+        "cpu",
+        "llama-2-13b",
+        "13,015,864,320",
+    ):
         assert words in out
 
 
 def test_an_imported_profile_can_be_simulated(capsys, tmp_path):
-    graph = Path(__file__).parent / "data" / "pipedream" / "gnmt.graph.txt"
-    profile, scenario = tmp_path / "gnmt.json", tmp_path / "gnmt.yaml"
+    graph = Path(__file__).parent / "data" / "graphs" / "recurrent.graph.txt"
+    profile, scenario = tmp_path / "recurrent.json", tmp_path / "recurrent.yaml"
     status, out, _ = run(capsys, "profile", "--import", graph, "--batch", 64, "--out", profile)
     assert status == 0
-    assert "48 layers, 33.5 ms forward and 55.9 ms backward" in out
+    assert "19 layers, 13.5 ms forward and 25.0 ms backward" in out
     scenario.write_text(
-        "model: {kind: profile, path: gnmt.json}\nbatch: 64\n"
+        "model: {kind: profile, path: recurrent.json}\nbatch: 64\n"
         "cluster: {device: v100-16gb, link: pcie3}\nplan: {stages: 4, microbatches: 8, checkpoint: never}\n"
     )
     _, out, _ = run(capsys, "simulate", scenario, "--json")
     (result,) = json.loads(out)["results"]
-    assert sum(result["balance"]) == 48
-    assert result["breakdown_s"]["compute"] == pytest.approx((0.033533 + 0.055883) / 4)
+    assert sum(result["balance"]) == 19
+    assert result["breakdown_s"]["compute"] == pytest.approx((0.013455 + 0.024955) / 4)
 
 
 def test_a_profile_is_not_measured_in_a_rehearsal(capsys):

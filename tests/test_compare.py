@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import equal_stages, random_plans
 
-from gpipe_sim.compare import attribute, compare_run
-from gpipe_sim.metrics import step_time_s
-from gpipe_sim.runs import Measured
-from gpipe_sim.simulate import Replay, simulate
+from gpipe_sim.runs.compare import attribute, compare_run
+from gpipe_sim.runs.directory import Measured
+from gpipe_sim.step.metrics import step_time_s
+from gpipe_sim.step.simulate import Replay, simulate
 
 
 def shares(plan, happened) -> dict[str, float]:
@@ -71,6 +71,15 @@ def test_the_sentence_names_the_cause_or_says_that_it_is_within_the_spread():
     assert "within the" in compare_run(made, Measured(device="cpu", engine="gpipe", steps=steps)).sentence
 
 
+@pytest.mark.parametrize("factors", [(1.0, 1.1, 5.0), (0.9, 1.0, 1.1, 7.0)], ids=["odd", "even"])
+def test_what_is_printed_sums_to_what_is_printed_also_beside_an_outlier(factors):
+    made = equal_stages(2, 4)
+    steps = tuple(simulate(scaled(made, "forward_s", factor)) for factor in factors)
+    comparison = compare_run(made, Measured(device="cpu", engine="gpipe", steps=steps))
+    error = comparison.prediction.step_time_s - comparison.step_time_s
+    assert sum(comparison.attribution_s.values()) == pytest.approx(error, abs=1e-12)
+
+
 def test_a_replay_without_figures_is_the_prediction():
     made = equal_stages(3, 4, bandwidth="2 B/s")
-    assert step_time_s(simulate(made, replay=Replay())) == step_time_s(simulate(made))
+    assert step_time_s(simulate(made, replay=[Replay()])) == step_time_s(simulate(made))

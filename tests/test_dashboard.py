@@ -1,8 +1,12 @@
 """What the dashboard computes and refuses, without a browser: state, controls, form, long work, runs, archives."""
 
 import base64
+import gzip
 import io
+import os
+import re
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
 
@@ -10,20 +14,36 @@ import pytest
 
 pytest.importorskip("dash", reason="the page needs dash: gpipe-planner[dashboard]")
 
-from dashboard import controls, form, ids
-from dashboard.archive import unpack_run
-from dashboard.jobs import Jobs, run_directory
-from dashboard.knobs import turned
-from dashboard.space import around
-from dashboard.state import Library, State, current, explore, on_screen, open_space, settled, text_of, with_plan
-from dashboard.sweeps import knee, time_memory
-from dashboard.tasks import SupersededError, Task, Tasks
-from gpipe_sim.advise import advise
-from gpipe_sim.cuts import Frame
-from gpipe_sim.files import InputError, parse_yaml
-from gpipe_sim.plan import make_plan
-from gpipe_sim.predict import predict
-from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
+from dashboard.charts.many_plans import knee, time_memory
+from dashboard.jobs.archive import MAX_RUNS, unpack_run
+from dashboard.jobs.runs import Jobs, Progress, run_directory
+from dashboard.jobs.tasks import SupersededError, Task, Tasks
+from dashboard.page import controls, form, ids, neighbourhood, state
+from dashboard.page.app import LOCAL_NAMES, make_app
+from dashboard.page.first_screen import WORDS, about, tiles
+from dashboard.page.knobs import turned
+from dashboard.page.neighbourhood import around
+from dashboard.page.pins import differences, pinned, without
+from dashboard.page.state import (
+    MAX_CELLS,
+    Library,
+    State,
+    current,
+    explore,
+    on_screen,
+    open_space,
+    settled,
+    text_of,
+    with_plan,
+)
+from gpipe_sim.base.files import InputError, parse_yaml
+from gpipe_sim.explain.predict import predict
+from gpipe_sim.explain.waterfall import PARTS
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.scenario.reading import load_scenario, parse_scenario, shipped_scenarios
+from gpipe_sim.search.advise import advise
+from gpipe_sim.search.setups import Setup
+from gpipe_sim.show import palette
 
 LIBRARY = Library.of(shipped_scenarios())
 SMALL = "?scenario=bubble&set=plan.microbatches=8"
@@ -48,7 +68,15 @@ def test_an_address_reproduces_its_state():
 @pytest.mark.parametrize("scenario", sorted(LIBRARY.files))
 def test_every_scenario_that_is_offered_can_be_shown(scenario):
     state = settled(State(scenario=scenario), LIBRARY)
-    assert current(state, LIBRARY).step_time_s > 0
+    found = current(state, LIBRARY)
+    assert found.step_time_s > 0
+    assert len(tiles(found, None)) == 4
+    assert f"on {found.plan.world} " in about(found)
+
+
+def test_what_a_step_takes_time_for_has_words_and_a_colour():
+    assert set(PARTS) <= set(WORDS)
+    assert set(PARTS) == set(palette.BREAKDOWN)
 
 
 def test_a_state_is_predicted_as_the_simulator_predicts_it():
@@ -61,12 +89,15 @@ def test_turning_every_knob_changes_what_it_says():
     state = settled(State.from_query(SMALL, "demo"), LIBRARY)
     plan = current(state, LIBRARY).plan
     for knob, value, check in (
-        ("stages", 2, lambda p: p.num_stages == 2),
+        ("ranks", 2, lambda p: p.num_stages == 2),
+        ("stages-per-rank", 1, lambda p: p.stages_per_rank == 1),
         ("microbatches", 4, lambda p: p.num_microbatches == 4),
         ("batch", 16, lambda p: p.scenario.batch == 16),
         ("checkpoint", "never", lambda p: set(p.checkpoint) == {"never"}),
         ("recompute", "on_demand", lambda p: p.recompute == "on_demand"),
         ("schedule", "1f1b", lambda p: p.schedule == "1f1b"),
+        ("replicas", 2, lambda p: p.replicas == 2),
+        ("shard", "optimizer", lambda p: p.shard == "optimizer"),
         ("bandwidth", 9.0, lambda p: p.link(0).bandwidth == pytest.approx(1e9)),
         ("latency", -3.0, lambda p: p.link(0).latency == pytest.approx(1e-3)),
         ("overlap", False, lambda p: not p.scenario.cluster.overlap),
@@ -74,6 +105,60 @@ def test_turning_every_knob_changes_what_it_says():
         ("device", "h100-80gb", lambda p: p.scenario.cluster.device.name == "h100-80gb"),
     ):
         assert check(current(turned(state, plan, knob, value), LIBRARY).plan), knob
+    transformer = settled(State(scenario="checkpoint"), LIBRARY).with_settings(cluster__devices_per_node="8")
+    plan = current(transformer, LIBRARY).plan
+    assert current(turned(transformer, plan, "tensor", 2), LIBRARY).plan.world == 2 * plan.world
+
+
+SPLITS = """
+name: halves
+model:
+  kind: layers
+  layers: [{name: layer, repeat: 16, forward: 1 ms, backward: 2 ms, backward_weights: 1 ms, output: 1 MB}]
+batch: 16
+cluster: {device: {memory: 16 GiB}, link: {bandwidth: 10 GB/s}}
+plan: {stages: 4, microbatches: 8, checkpoint: never}
+"""
+
+
+def test_knobs_keep_ranks_stages_and_schedule_consistent():
+    """K stays when stages per rank or the schedule are chosen anew: the stages follow."""
+    state = State(text=SPLITS)
+    for knob, value, K, v, schedule in (
+        ("schedule", "zb_v", 4, 2, "zb_v"),
+        ("ranks", 2, 2, 2, "zb_v"),
+        ("schedule", "1f1b", 2, 1, "1f1b"),
+        ("ranks", 4, 4, 1, "1f1b"),
+        ("schedule", "interleaved_1f1b", 4, 2, "interleaved_1f1b"),
+        ("stages-per-rank", 4, 4, 4, "interleaved_1f1b"),
+        ("schedule", "dualpipe_v", 4, 2, "dualpipe_v"),
+        ("schedule", "auto", 4, 2, "auto"),
+        ("schedule", "zb_h2", 4, 1, "zb_h2"),
+    ):
+        state = controls.steered(state, LIBRARY, {knob: value})
+        plan = current(state, LIBRARY).plan
+        assert (plan.num_ranks, plan.stages_per_rank, plan.schedule) == (K, v, schedule), (knob, value)
+        shown = controls.shown(state, LIBRARY)
+        assert (shown[ids.RANKS], shown[ids.STAGES_PER_RANK], shown[ids.SCHEDULE]) == (K, v, schedule)
+
+
+def test_a_balance_of_the_file_gives_way_to_another_number_of_stages():
+    state = State(text=SPLITS.replace("stages: 4", "balance: [3, 5, 4, 4]"))
+    plan = current(controls.steered(state, LIBRARY, {ids.SCHEDULE: "zb_v"}), LIBRARY).plan
+    assert (plan.num_ranks, plan.num_stages) == (4, 8)
+
+
+def test_a_plan_with_several_stages_on_a_rank_becomes_the_plan_on_screen():
+    state = State(text=SPLITS)
+    there = current(controls.steered(state, LIBRARY, {ids.SCHEDULE: "zb_v"}), LIBRARY).plan
+    assert current(with_plan(state, there, LIBRARY), LIBRARY).plan.placement == there.placement
+
+
+def test_the_space_around_several_stages_on_a_rank_is_over_ranks():
+    state = controls.steered(State(text=SPLITS), LIBRARY, {ids.SCHEDULE: "zb_v"})
+    found = around(state, LIBRARY)
+    assert {one.plan.num_ranks for one in found.plans} == {1, 2, 4, 8}
+    assert {one.plan.stages_per_rank for one in found.plans} == {2}
 
 
 def test_a_recommended_plan_becomes_the_plan_on_screen():
@@ -96,8 +181,19 @@ def test_a_recommended_plan_replaces_what_the_file_has_instead(stages, placement
     state = State(text=f"{path.read_text()}  window: [1, all]\n  backward: [fifo, reverse]\n")
     shown = current(with_plan(state, plan, LIBRARY), LIBRARY).plan
     assert shown.scenario.swept == {}
-    assert Frame.of(shown) == Frame.of(plan)
+    assert Setup.of(shown) == Setup.of(plan)
     assert (shown.balance, shown.checkpoint) == (plan.balance, plan.checkpoint)
+
+
+def test_a_recommended_plan_replaces_replicas_shards_and_the_unit_of_recomputation():
+    path = shipped_scenarios() / "bubble.yaml"
+    (plan,) = map(make_plan, load_scenario(path, "plan={stages: 2, microbatches: 4, checkpoint: always}"))
+    text = path.read_text().replace("[1, 2, 4, 8, 16, 32, 64]", "2")
+    state = State(text=f"{text}  replicas: 2\n  shard: optimizer\n  recompute_unit: layer\n")
+    assert current(state, LIBRARY).plan.replicas == 2
+    shown = current(with_plan(state, plan, LIBRARY), LIBRARY)
+    assert (shown.plan.replicas, shown.plan.shard, shown.plan.recompute_unit) == (1, "none", "stage")
+    assert shown.step_time_s == predict(plan).step_time_s
 
 
 def test_a_point_of_the_front_names_the_plan_that_a_click_chooses():
@@ -106,6 +202,27 @@ def test_a_point_of_the_front_names_the_plan_that_a_click_chooses():
         for seconds, (K, M, mode) in zip(trace.x, trace.customdata, strict=True):
             (same,) = [p for p in found if (p.plan.num_stages, p.plan.num_microbatches) == (K, M)]
             assert (same.plan.checkpoint[0], same.step_time_s) == (mode, pytest.approx(seconds / 1e3))
+
+
+def test_up_to_four_plans_are_pinned_and_the_same_one_only_once():
+    state = State(scenario="bubble")
+    for M in (4, 8, 8, 16, 32, 64):
+        state = pinned(state.with_settings(plan__microbatches=str(M)), LIBRARY)
+    assert list(state.pins) == ["a", "b", "c", "d"]
+    assert State.from_query(state.to_query(), "demo").pins == state.pins
+    assert [current(State.from_query(pin, "demo"), LIBRARY).plan.num_microbatches for pin in state.pins.values()] == [
+        4,
+        8,
+        16,
+        32,
+    ]
+    freed = pinned(replace(state, pins=without(state.pins, "b")).with_settings(plan__microbatches="64"), LIBRARY)
+    assert list(freed.pins) == ["a", "b", "c", "d"]
+    plans = {name: current(State.from_query(pin, "demo"), LIBRARY) for name, pin in freed.pins.items()}
+    rows = {row[0]: row[1:] for row in differences(plans)}
+    assert rows["micro-batches M"] == ["4", "64", "16", "32"]
+    assert "schedule" not in rows
+    assert rows["step time against A"][0] == ""
 
 
 def test_exploring_leaves_out_what_makes_no_plan():
@@ -122,11 +239,15 @@ def test_the_knee_is_where_more_bandwidth_no_longer_helps():
 def test_a_scenario_from_a_browser_reads_no_file_of_the_server(tmp_path):
     secret = tmp_path / "profile.json"
     secret.write_text("{}")
+    order = tmp_path / "order.csv"
+    order.write_text("0F0,0B0\n")
     base = (shipped_scenarios() / "bubble.yaml").read_text()
     for text in (
         f"{base}\nprofile: {secret}\n",
         f"name: x\nmodel: {{kind: profile, path: {secret}}}\nbatch: 1\n",
         "name: x\nmodel: {kind: python, function: os:getcwd}\nbatch: 1\n",
+        base.replace("plan:\n", f"plan:\n  schedule: {order}\n"),
+        base.replace("plan:\n", f"plan:\n  schedule: [gpipe, {order}]\n"),
     ):
         with pytest.raises(InputError, match="files of the server"):
             current(State(text=text), LIBRARY)
@@ -137,6 +258,9 @@ def test_a_scenario_from_a_browser_reads_no_file_of_the_server(tmp_path):
             ("model", f"{{kind: profile, path: {secret}}}"),
             ("model.kind", "python"),
             ("model.path", str(secret)),
+            ("plan.schedule", str(order)),
+            ("plan.schedule", f"[1f1b, {order}]"),
+            ("plan", f"{{stages: 1, schedule: {order}}}"),
         ):
             with pytest.raises(InputError, match="set in its text only"):
                 current(replace(base_state, settings={path: value}), LIBRARY)
@@ -156,7 +280,7 @@ def test_a_turn_whose_response_was_dropped_is_not_lost():
     """Two knobs turned before the server answered: both differ from what it last showed, so both count."""
     state = State.from_query(SMALL, "demo")
     before = controls.shown(state, LIBRARY)
-    values = before | {ids.STAGES: 2, ids.CHECKPOINT: "always"}
+    values = before | {ids.RANKS: 2, ids.CHECKPOINT: "always"}
     turned = controls.turned_since(values, before)
     plan = current(controls.steered(state, LIBRARY, turned), LIBRARY).plan
     assert (plan.num_stages, set(plan.checkpoint)) == (2, {"always"})
@@ -204,6 +328,8 @@ def test_the_form_shows_what_stands_in_the_scenario():
         ("form-cluster-network-bandwidth", "2 GB/s", lambda s: s.cluster.network.bandwidth == 2e9),
         ("form-cluster-overlap", False, lambda s: not s.cluster.overlap),
         ("form-optimizer", "sgd", lambda s: s.optimizer == "sgd"),
+        ("form-plan-window", "all", lambda s: s.plan.window is None),
+        ("form-plan-recompute-unit", "layer", lambda s: s.plan.recompute_unit == "layer"),
     ],
 )
 def test_filling_in_a_field_sets_it_in_the_scenario_and_in_its_text(field, value, check):
@@ -288,6 +414,7 @@ def test_a_search_and_the_space_around_a_plan_can_be_superseded():
 
 
 def test_the_space_around_a_plan_advances_to_its_total():
+    neighbourhood._known.clear()  # what another test has asked for is recalled at once
     task = Task("x")
     found = around(State.from_query(SMALL, "demo"), LIBRARY, task)
     assert task.done == pytest.approx(task.total)
@@ -323,6 +450,128 @@ def test_members_of_an_archive_cannot_leave_the_runs_folder_and_nothing_is_left_
         unpack_run(b"not a zip", runs, "x")
 
 
+@pytest.mark.parametrize("at", range(0, 240, 12))
+def test_a_damaged_archive_is_a_message(at, tmp_path):
+    whole = archive({"plan.yaml": "format: gpipe-plan-1" * 9, "measured.json": "{}", "environment.json": "{}"})
+    for damaged in (whole[:at], whole[:at] + b"\xff\xfe" + whole[at + 2 :], whole[:at] + whole[at + 7 :]):
+        with pytest.raises(InputError):
+            unpack_run(damaged, tmp_path, "x.zip")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_is_uploaded_than_there_is_room_for(tmp_path):
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(MAX_RUNS)  # without a byte on the disk
+    with pytest.raises(InputError, match="no room for it: the runs here have 1024 MiB"):
+        unpack_run(archive({"plan.yaml": ""}), tmp_path, "x.zip")
+
+
+def test_scripts_are_compressed_and_kept_by_the_browser(tmp_path):
+    client = make_app(runs=tmp_path).server.test_client()
+    page = client.get("/", headers={"Host": "localhost"}).text
+    scripts = re.findall(r'src="(/[^"]+\.js[^"]*)"', page)
+    largest = [path for path in scripts if "plotly" in path or "mantine" in path]
+    assert largest
+    for path in largest:
+        plain = client.get(path, headers={"Host": "localhost"})
+        small = client.get(path, headers={"Host": "localhost", "Accept-Encoding": "gzip"})
+        assert gzip.decompress(small.data) == plain.data
+        assert len(small.data) < 0.5 * len(plain.data)
+        assert "max-age=31536000" in small.headers["Cache-Control"]
+
+
+def test_a_page_for_others_answers_under_its_names_and_to_those_who_know_its_token(tmp_path):
+    app = make_app(runs=tmp_path, hosts=(*LOCAL_NAMES, "lab.example"), token="a-token")
+    client = app.server.test_client()
+    here = {"base_url": "http://lab.example:8050"}
+    assert client.get("/", **here).status_code == 403
+    assert client.get("/?token=another", **here).status_code == 403
+    assert client.post("/_dash-update-component", json={}, **here).status_code == 403
+    assert client.get("/", base_url="http://evil.example").status_code == 403
+    known = client.get("/?token=a-token", **here)
+    assert (known.status_code, known.location) == (302, "/")
+    assert "HttpOnly" in known.headers["Set-Cookie"]
+    assert client.get("/", **here).status_code == 200
+    assert client.get("/", headers={"Origin": "http://evil.example"}, **here).status_code == 403
+
+
+@pytest.mark.parametrize("headers", [{"Host": "["}, {"Host": "[::1"}, {"Origin": "http://["}])
+def test_headers_that_cannot_be_read_are_refused_politely(headers, tmp_path):
+    answer = make_app(runs=tmp_path).server.test_client().get("/", headers=headers)
+    assert answer.status_code in (400, 403)
+
+
+def outputs_of(text: str) -> list[dict[str, str]] | dict[str, str]:
+    """As the page names them in a request: one, or several of ``..a.value...b.value..``"""
+    several = [dict(zip(("id", "property"), one.rsplit(".", 1), strict=True)) for one in text.strip(".").split("...")]
+    return several if text.startswith("..") else several[0]
+
+
+def test_a_request_that_was_made_up_is_answered_politely_and_without_a_traceback(tmp_path, capsys):
+    """Every callback of the page, with the same nonsense for everything that it takes."""
+    client = make_app(runs=tmp_path).server.test_client()
+    callbacks = [one for one in client.get("/_dash-dependencies").get_json() if not one["clientside_function"]]
+    assert len(callbacks) > 10
+    bodies: list[object] = [[], {}, {"output": 5}, {"output": "nothing.here"}]
+    for value in (-1, [5], {"points": [{}]}, [{"run": 5}], "\ud800"):
+        bodies += [
+            {
+                "output": one["output"],
+                "outputs": outputs_of(one["output"]),
+                "changedPropIds": ["{id}.{property}".format(**one["inputs"][0])],
+                **{part: [{**given, "value": value} for given in one[part]] for part in ("inputs", "state")},
+            }
+            for one in callbacks
+        ]
+    for body in bodies:
+        answer = client.post("/_dash-update-component", json=body)
+        assert answer.status_code in (200, 204, 400), body
+    assert client.get("/_dash-component-suites/a/b.js").status_code == 400
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_plan_too_large_for_the_page_is_refused_and_what_is_kept_is_bounded(monkeypatch):
+    huge = State.from_query("?scenario=bubble&set=batch=1048576&set=plan.microbatches=1048576", "demo")
+    with pytest.raises(InputError, match=f"expected at most {MAX_CELLS} here: use gpipe simulate"):
+        current(huge, LIBRARY)
+    monkeypatch.setattr(state, "KEPT_CELLS", 200)  # of plans that are as much smaller
+    for microbatches in range(10, 20):
+        current(State.from_query(f"?scenario=bubble&set=plan.microbatches={microbatches}", "demo"), LIBRARY)
+    assert [kept.cells for kept in state._kept.values()] == [4 * 17, 4 * 18, 4 * 19]
+
+
+def test_large_plans_are_predicted_one_after_the_other_and_small_ones_meanwhile(monkeypatch):
+    monkeypatch.setattr(state, "LARGE_CELLS", 30)
+    small, large = (
+        State.from_query(f"?scenario=bubble&set=plan.microbatches={n}&set=batch=63", "demo") for n in (7, 9)
+    )
+    with state._one_large, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(current, large, LIBRARY)
+        assert current(small, LIBRARY).step_time_s > 0
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.2)
+        state._one_large.release()
+        assert asked.result(timeout=60).step_time_s > 0
+        state._one_large.acquire()
+
+
+def test_a_run_tells_its_phase_and_how_long_it_will_take(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("dashboard.jobs.runs.time.monotonic", lambda: now[0])
+    jobs = Jobs(tmp_path, allowed=True)
+
+    def seen(done: int, at_s: float) -> str:
+        now[0] = at_s
+        return Progress(done, 7, "", "running", jobs._seconds_left("run", done, 7)).phase
+
+    assert seen(0, 100) == "starting its processes"
+    assert seen(1, 130) == "warming up, step 2 of 2"  # what the start took says nothing of a step
+    assert seen(3, 134) == "measuring step 2 of 5, about 8.00 s left"
+    assert seen(3, 135) == "measuring step 2 of 5, about 7.00 s left"
+    assert seen(7, 142) == "comparing with the prediction"
+    assert Progress(7, 7, "", "finished").phase == "finished"
+
+
 def test_nothing_runs_without_permission(tmp_path):
     plan = current(State.from_query(SMALL, "demo"), LIBRARY).plan
     with pytest.raises(InputError, match="--allow-run"):
@@ -338,3 +587,25 @@ def test_a_run_is_really_stopped(tmp_path):
         jobs.start(plan, "rehearse")
     jobs.stop(name)
     assert jobs.progress(name).state == "stopped"
+
+
+def test_a_page_finds_the_run_that_one_before_it_has_left_and_stops_it(tmp_path):
+    """Without waiting for the run to begin: it is one from the moment it is started."""
+    plan = current(State.from_query("?scenario=checkpoint", "demo"), LIBRARY).plan
+    killed = Jobs(tmp_path, allowed=True)
+    name = killed.start(plan, "rehearse")
+    jobs = Jobs(tmp_path, allowed=True)
+    assert jobs.running() == name
+    assert jobs.progress(name).state == "running"
+    with pytest.raises(InputError, match="another run is under way"):
+        jobs.start(plan, "rehearse")
+    Jobs(tmp_path, allowed=False).stop(name)  # a page that may not run anything
+    jobs.stop_all()  # one that ends, and has not started it
+    assert jobs.running() == name
+    jobs.stop(name)
+    assert jobs.progress(name).state == "stopped"
+    assert jobs.running() is None
+    assert Jobs(tmp_path, allowed=True).progress(name).state == "failed", "nobody knows any more why it ended"
+    killed.stop(name)  # which waits for it, as init would
+    (tmp_path / f".{name}.pid").write_text(str(os.getpid()))
+    assert Jobs(tmp_path, allowed=True).running() is None, "another process has its number now"

@@ -11,12 +11,12 @@ from test_runs import refused, scenario_file
 
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
-from gpipe_exec.delivery import Acknowledged, SentAside  # noqa: E402
-from gpipe_exec.launch import Settings, execute  # noqa: E402
+from gpipe_exec.alternatives.rehearsal import what_is_left_out  # noqa: E402
+from gpipe_exec.engine.delivery import Acknowledged, SentAside  # noqa: E402
 from gpipe_exec.probe import SMALLEST_BYTES, fit_link, probe_sizes  # noqa: E402
-from gpipe_exec.rehearsal import what_is_left_out  # noqa: E402
-from gpipe_sim.predict import predict  # noqa: E402
-from gpipe_sim.runs import load_run  # noqa: E402
+from gpipe_exec.run.launch import Settings, execute  # noqa: E402
+from gpipe_sim.explain.predict import predict  # noqa: E402
+from gpipe_sim.runs.directory import load_run  # noqa: E402
 
 # --- probing ---------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_sim import fits, literature
 from gpipe_sim.cli import main
-from gpipe_sim.evidence import NUM_PARTS, all_figures
-from gpipe_sim.literature import published_tables
+from gpipe_sim.evidence import fits, literature
+from gpipe_sim.evidence.everything import NUM_PARTS, all_figures
+from gpipe_sim.evidence.literature import published_tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,7 +156,7 @@ def test_progress_is_told_part_by_part():
 
 def test_the_picture_has_a_point_for_every_number(figures):
     pytest.importorskip("plotly")
-    from dashboard.literature import points, predicted_against_published
+    from dashboard.charts.literature import points, predicted_against_published
 
     expected = {(point.published, point.predicted) for point in points(figures)}
     chart = predicted_against_published(figures)

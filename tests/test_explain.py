@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from plans import equal_stages, layers, plan, random_plans, scenario
 
-from gpipe_sim.explain import PARTS, critical_path
-from gpipe_sim.metrics import step_time_s
-from gpipe_sim.plan import make_plan
-from gpipe_sim.predict import predict
-from gpipe_sim.simulate import simulate
+from gpipe_sim.explain.predict import predict
+from gpipe_sim.explain.waterfall import PARTS, critical_path
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.step.metrics import step_time_s
+from gpipe_sim.step.simulate import simulate
 
 
 def check_waterfall(plan) -> dict[str, float]:
@@ -113,6 +113,39 @@ def test_verdict_advises_more_micro_batches_for_a_large_bubble():
     verdict = predict(equal_stages(4, 2, batch=64)).verdict
     assert verdict.startswith("What limits this plan is fill and drain, 60% of the step: 16 micro-batches")
     assert "from 60.0% to 15.8%" in verdict
+
+
+def test_verdict_advises_a_schedule_that_is_faster_on_the_same_ranks_with_its_time():
+    """Also where backwards cannot be split, and not where nothing would be gained."""
+    eight = [1.0] * 8
+    whole = plan(layers(eight, [2.0] * 8), 8, stages=4, schedule="1f1b")
+    assert "interleaved_1f1b with 2 stages per rank would take 57.0 s instead of 66.0 s" in predict(whole).verdict
+    halves = plan(layers(eight, [2.0] * 8, weights=eight), 8, stages=4, schedule="1f1b")
+    assert "zb_v with 2 stages per rank would take 51.0 s instead of 66.0 s" in predict(halves).verdict
+    assert "instead of" not in predict(plan(layers(eight, weights=eight), 8, stages=8, schedule="zb_v")).verdict
+    assert "zb_h1 would take" in predict(equal_stages(4, 8, schedule="1f1b")).verdict
+
+
+def test_verdict_uses_the_closed_form_of_the_schedule():
+    verdict = predict(equal_stages(8, 4, schedule="interleaved_1f1b", stages_per_rank=2, batch=64)).verdict
+    assert "16 micro-batches would bring the ideal bubble from 27.3% to 8.6%" in verdict
+
+
+def test_verdict_names_the_rank_where_it_has_several_stages():
+    uneven = layers([1.0, 5.0, 1.0, 1.0], weights=[1.0] * 4)
+    assert "rank 1 (stages 1 and 2) is the slowest" in predict(plan(uneven, 16, schedule="zb_v")).verdict
+    full = plan(layers([1.0] * 4, saved=[float(2**30)] + [1.0] * 3, weights=[1.0] * 4), 32, schedule="zb_v")
+    small = replace(full.scenario.cluster.device, memory=float(2**30))
+    cluster = full.scenario.cluster.model_copy(update={"device": small})
+    tight = replace(full, scenario=replace(full.scenario, cluster=cluster))
+    assert predict(tight).verdict.startswith("Does not fit: rank 0 (stages 0 and 3) needs")
+
+
+def test_verdict_makes_the_order_anew_where_it_was_made_for_a_plan():
+    made = plan(layers([1.0] * 2, saved=[float(2**34)] * 2), 2, batch=4, schedule="auto")
+    verdict = predict(made).verdict
+    assert verdict.startswith("Does not fit: stage 0 needs")
+    assert "would need" in verdict
 
 
 def test_verdict_names_the_stage_that_is_too_slow():

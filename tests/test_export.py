@@ -1,13 +1,13 @@
 """Exported plans: the names that each tool knows, files that parse, and what they cannot express, where it is so."""
 
 import ast
+import itertools
 import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import equal_stages, random_plans, scenario
+from ruamel.yaml import YAML
 
-from gpipe_sim.catalog import DType
-from gpipe_sim.export import TARGETS, Exported, blocks_per_stage, export_plan
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.planfile import save_plan
-from gpipe_sim.scenario import Optimizer, Transformer
-from gpipe_sim.slurm import processes_per_node
+from gpipe_sim.base.files import InputError
+from gpipe_sim.export.frameworks import TARGETS, export_plan
+from gpipe_sim.export.processes import processes_per_node
+from gpipe_sim.export.torch_names import torch_name
+from gpipe_sim.export.words import Exported, blocks_per_stage, pattern_of
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.make.planfile import save_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.catalog import DType
+from gpipe_sim.scenario.schema import Optimizer, Transformer
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torchtitan", "megatron", "deepspeed")
+OURS = ("slurm", "torchrun", "kubernetes")
 
 
 def transformer_plan(
@@ -58,19 +64,17 @@ def said(plan: Plan, target: str) -> str:
     return "\n".join(export(plan, target).cannot)
 
 
-def titan(plan: Plan) -> SimpleNamespace:
-    """The configuration after torchtitan would have called the exported function."""
-    text = export(plan, "torchtitan").text.replace("from torchtitan.distributed.activation_checkpoint import", "#")
-    names: dict[str, Any] = {"FullActivationRematConfig": lambda: "full"}
+def titan(plan: Plan, release: str = "0.3.0") -> SimpleNamespace:
+    """The configuration after torchtitan, where this release of it is installed, would have called the function."""
+    text = export(plan, "torchtitan").text
+    text = text.replace("from torchtitan.distributed.activation_checkpoint import FullAC", "")
+    text = text.replace("from importlib.metadata import version", "")
+    full = SimpleNamespace(Config=lambda: "full")
+    names: dict[str, Any] = {"FullAC": full, "version": {"torchtitan": release}.__getitem__}
     exec(compile(text, "plan.py", "exec"), names)
     config = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
     assert names["apply_plan"](config) is config
     return config
-
-
-def titan_toml(plan: Plan) -> dict[str, Any]:
-    _, _, old = export(plan, "torchtitan").text.partition("TOML")
-    return tomllib.loads("\n".join(line.removeprefix("#   ") for line in old.splitlines()[1:]))
 
 
 def megatron(plan: Plan) -> list[str]:
@@ -99,7 +103,7 @@ def bash(script: str, *options: str, **environment: str) -> "subprocess.Complete
 # --- what can be expressed -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", (*FRAMEWORKS, *OURS))
 def test_nothing_is_said_of_a_plan_that_fits(target):
     exported = export(transformer_plan(), target)
     assert exported.cannot == ()
@@ -119,8 +123,24 @@ def test_every_block_is_on_one_stage(blocks, data):
     plan = transformer_plan(layers=blocks, balance=balance)
     assert isinstance(plan.scenario.model, Transformer)
     assert sum(blocks_per_stage(plan, plan.scenario.model)) == blocks
-    parts = titan(plan).parallelism.pipeline_parallel_module_fqns_per_model_part
+    parts = titan(plan).parallelism.module_fqns_per_model_part
     assert [len(part) for part in parts] == balance
+
+
+def test_megatron_has_flags_for_the_models_of_today():
+    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32}
+    today = {"kv_heads": 2, "norm": "rms", "gated": True, "positions": "rotary", "tied": True}
+    flags = megatron(transformer_plan(general={"model": model | today}))
+    pairs = ["--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm"]
+    pairs += ["--disable-bias-linear", "--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
+    assert pairs == flags[flags.index(pairs[0]) :][: len(pairs)]
+    assert "--untie-embeddings-and-output-weights" not in flags
+    learned = megatron(
+        transformer_plan(general={"model": model | {"positions": "learned", "context": 99, "bias": "qkv"}})
+    )
+    assert learned[learned.index("--max-position-embeddings") + 1] == "99"
+    assert "learned_absolute" in learned
+    assert "--add-qkv-bias" in learned
 
 
 def test_torchtitan_has_the_plans_numbers_under_its_names():
@@ -128,31 +148,29 @@ def test_torchtitan_has_the_plans_numbers_under_its_names():
     assert vars(config.parallelism) == {
         "pipeline_parallel_degree": 3,
         "pipeline_parallel_schedule": "1F1B",
-        "pipeline_parallel_module_fqns_per_model_part": [
+        "module_fqns_per_model_part": [
             ["tok_embeddings", "layers.0", "layers.1"],
             ["layers.2", "layers.3"],
             ["layers.4", "norm", "lm_head"],
         ],
-        "num_pp_microbatches": 4,
+        "pipeline_parallel_microbatch_size": 2,
+        "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": 1,
     }
     assert vars(config.training) == {
-        "num_tokens_per_microbatch_per_dp_rank": 2 * 32,
-        "num_tokens_per_train_step": 8 * 32,
-        "max_context_length": 32,
+        "local_batch_size": 8,
+        "global_batch_size": 8,
+        "seq_len": 32,
         "dtype": "float32",
+        "mixed_precision_param": "float32",
     }
     assert config.activation_checkpoint is None
     assert titan(transformer_plan(checkpoint="always")).activation_checkpoint == "full"
 
 
-def test_torchtitans_old_releases_read_the_same_as_toml():
-    old = titan_toml(transformer_plan(checkpoint="always", schedule="gpipe"))
-    assert old["parallelism"]["pipeline_parallel_schedule"] == "GPipe"
-    assert old["parallelism"]["pipeline_parallel_microbatch_size"] == 2
-    assert old["parallelism"]["module_fqns_per_model_part"][-1] == ["layers.4", "norm", "output"]
-    assert old["training"] == {"local_batch_size": 8, "global_batch_size": 8, "seq_len": 32, "dtype": "float32"}
-    assert old["activation_checkpoint"] == {"mode": "full"}
+def test_another_release_of_torchtitan_is_refused():
+    with pytest.raises(RuntimeError, match=r"written for torchtitan 0\.3, found 0\.2\.1"):
+        titan(transformer_plan(), release="0.2.1")
 
 
 def test_megatron_has_the_plans_numbers_under_its_flags():
@@ -204,7 +222,7 @@ def test_deepspeeds_module_has_one_sequential_per_stage():
     )
     arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     assert arguments.pop("layers") == "[LayerSpec(Stage, make_layer, start, stop) for start, stop in STAGES]"
-    assert arguments.pop("activation_checkpoint_interval") == "int(RECOMPUTED[int(os.environ['RANK'])])"
+    assert arguments.pop("activation_checkpoint_interval") == "int(RECOMPUTED[int(os.environ['RANK']) // 1])"
     assert arguments == {"num_stages": "3", "loss_fn": "loss_fn", "partition_method": "'uniform'"}
 
 
@@ -214,8 +232,8 @@ def test_deepspeeds_module_has_one_sequential_per_stage():
 @pytest.mark.parametrize("target", FRAMEWORKS)
 def test_unequal_micro_batches_are_rounded_up_and_what_would_be_exact_is_said(target):
     text = said(transformer_plan(batch=10), target)
-    assert "4 of 3, a batch of 12, are written for a batch of 10. A batch of 8 or 12 would be exact." in text
-    assert titan(transformer_plan(batch=10)).training.num_tokens_per_train_step == 12 * 32
+    assert "4 of 3, a batch of 12, is written for one of 10. A batch of 8 or 12 would be exact." in text
+    assert titan(transformer_plan(batch=10)).training.global_batch_size == 12
 
 
 def test_a_gpipe_schedule_is_said_to_be_1f1b_where_there_is_none():
@@ -224,28 +242,113 @@ def test_a_gpipe_schedule_is_said_to_be_1f1b_where_there_is_none():
     assert "There is no GPipe schedule" in said(plan, "deepspeed")
     assert said(plan, "torchtitan") == ""
     assert titan(plan).parallelism.pipeline_parallel_schedule == "GPipe"
-    assert said(transformer_plan(schedule="gpipe", backward="reverse"), "torchtitan").startswith("GPipe's backwards")
 
 
-@pytest.mark.parametrize(("target", "instead"), [("torchtitan", "GPipe"), ("megatron", "1F1B"), ("deepspeed", "1F1B")])
-def test_a_schedule_that_they_do_not_have_is_said_to_be_missing(target, instead):
-    plan = replace(transformer_plan(), schedule="eager")
-    assert said(plan, target) == f"There is no schedule eager: {instead} runs."
+@pytest.mark.parametrize("target", ["megatron", "deepspeed"])
+def test_a_schedule_that_they_do_not_have_is_said_to_be_missing(target):
+    for plan in (replace(transformer_plan(), schedule="eager"), transformer_plan(schedule="zb_h1")):
+        assert said(plan, target) == f"There is no schedule {plan.schedule}: 1F1B runs."
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", (*FRAMEWORKS, *OURS))
 def test_with_one_micro_batch_all_schedules_are_the_same(target):
     for schedule in ("naive", "gpipe", "1f1b"):
         assert said(transformer_plan(schedule=schedule, microbatches=1, backward="reverse"), target) == ""
 
 
-def test_torchtitan_cannot_run_1f1b_with_fewer_micro_batches_than_stages():
-    plan = transformer_plan(microbatches=2)
-    assert "1F1B needs as many micro-batches as stages, 3, and the plan has 2: GPipe is written." in said(
-        plan, "torchtitan"
-    )
-    assert titan(plan).parallelism.pipeline_parallel_schedule == "GPipe"
+TWO_ON_EACH = {"balance": [2, 2, 1, 3], "stages_per_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("choices", "name"),
+    [
+        ({"schedule": "gpipe", "backward": "fifo"}, "GPipe"),
+        ({"schedule": "zb_h1"}, "InterleavedZeroBubble"),
+        ({"schedule": "interleaved_1f1b", **TWO_ON_EACH}, "Interleaved1F1B"),
+        ({"schedule": "interleaved_gpipe", "backward": "reverse", **TWO_ON_EACH}, "LoopedBFS"),
+        ({"schedule": "zb_v", **TWO_ON_EACH}, "ZBVZeroBubble"),
+        ({"schedule": "dualpipe_v", **TWO_ON_EACH}, "DualPipeV"),
+    ],
+)
+def test_torchtitan_knows_torchs_schedules_by_name_and_has_a_part_for_each_stage(choices, name):
+    plan = transformer_plan(**choices)
+    parallelism = titan(plan).parallelism
+    assert said(plan, "torchtitan") == ""
+    assert parallelism.pipeline_parallel_schedule == name
+    assert not hasattr(parallelism, "pipeline_parallel_schedule_csv")
+    assert parallelism.pipeline_parallel_degree == plan.num_ranks
+    assert len(parallelism.module_fqns_per_model_part) == plan.num_stages
+
+
+@pytest.mark.parametrize(
+    ("choices", "placing"),
+    [
+        ({"schedule": "gpipe", "backward": "reverse"}, "1F1B"),
+        ({"microbatches": 2}, "1F1B"),
+        ({"schedule": "zb_h2"}, "1F1B"),
+        ({"schedule": "auto", **TWO_ON_EACH}, "Interleaved1F1B"),
+        ({"schedule": "dualpipe_v", "microbatches": 2, **TWO_ON_EACH}, "ZBVZeroBubble"),
+    ],
+)
+def test_torchtitan_loads_every_other_order_from_a_file_and_the_name_places_stages(choices, placing):
+    plan = transformer_plan(**choices)
+    parallelism = titan(plan).parallelism
+    assert said(plan, "torchtitan") == ""
+    assert parallelism.pipeline_parallel_schedule == placing
+    assert parallelism.pipeline_parallel_schedule_csv == "plan.csv"
+    assert "gpipe export plan.yaml --to csv --out plan.csv" in export(plan, "torchtitan").text
+
+
+def test_torchtitan_cannot_place_stages_anyhow_nor_split_a_backward_that_recomputes():
+    plan = replace(transformer_plan(balance=[2, 2, 1, 3]), placement=(0, 1, 1, 0), schedule="auto")
+    assert pattern_of(plan) == "v"
+    assert "on ranks 0 0 1 1" in said(replace(plan, placement=(0, 0, 1, 1)), "torchtitan")
+    recomputed = transformer_plan(schedule="zb_h1", checkpoint="always", recompute="on_demand")
+    assert "Where a backward is split, blocks are recomputed twice." in said(recomputed, "torchtitan")
+
+
+def test_megatron_has_virtual_stages_for_interleaved_1f1b():
+    plan = transformer_plan(layers=4, balance=[2, 1, 1, 3], stages_per_rank=2, schedule="interleaved_1f1b")
+    flags = megatron(plan)
     assert said(plan, "megatron") == ""
+    assert flags[flags.index("--pipeline-model-parallel-size") + 1] == "2"
+    assert flags[flags.index("--num-virtual-stages-per-pipeline-rank") + 1] == "2"
+    assert "--pipeline-model-parallel-layout" not in flags
+    unequal = megatron(transformer_plan(schedule="interleaved_1f1b", **TWO_ON_EACH))
+    assert "Et|t*2|t|tL" in unequal
+    assert "--num-virtual-stages-per-pipeline-rank" not in unequal  # only one of the two may be given
+
+
+def test_megatrons_groups_of_micro_batches_are_equal_and_not_smaller_than_the_pipeline():
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    choices = {"schedule": "interleaved_1f1b", "balance": [2, 1, 1, 2, 1, 1], "stages_per_rank": 2}
+    for M, group in ((6, None), (8, "4"), (7, "7")):
+        plan = transformer_plan(microbatches=M, batch=M, **choices)
+        flags = megatron(plan)
+        assert (flags[flags.index(flag) + 1] if flag in flags else None) == group
+        assert ("cannot be of 4 and 3: all 7 are one group" in said(plan, "megatron")) == (M == 7)
+    assert "needs as many micro-batches as ranks, 3, and the plan has 2" in said(
+        transformer_plan(microbatches=2, **choices), "megatron"
+    )
+
+
+def test_megatron_runs_interleaved_1f1b_instead_of_any_schedule_with_several_stages_on_a_rank():
+    assert said(transformer_plan(schedule="zb_v", **TWO_ON_EACH), "megatron") == (
+        "There is no schedule zb_v: interleaved 1F1B runs, and stage s is on rank s mod K."
+    )
+    assert said(transformer_plan(schedule="interleaved_gpipe", **TWO_ON_EACH), "megatron") == (
+        "There is no schedule interleaved_gpipe: interleaved 1F1B runs."
+    )
+
+
+def test_deepspeed_joins_the_stages_of_a_rank():
+    plan = transformer_plan(schedule="interleaved_1f1b", **TWO_ON_EACH)
+    assert said(plan, "deepspeed") == (
+        "A rank holds one stage: the plan's are joined, in order, to 2 of 4 4 layers.\n"
+        "There is no schedule interleaved_1f1b: 1F1B runs."
+    )
+    assert deepspeed(plan)["STAGES"] == [(0, 4), (4, 8)]
+    assert "num_stages=2" in export(plan, "deepspeed").text
 
 
 def test_modes_that_differ_by_stage_become_recomputation_everywhere_but_in_deepspeed():
@@ -298,13 +401,13 @@ def test_dtypes_and_optimizers_that_do_not_exist_are_said():
     everywhere = {(target, "fp64") for target in FRAMEWORKS}
     titans = {("torchtitan", name) for name in ("fp16", "sgd", "momentum", "rmsprop")}
     assert lacking == everywhere | titans | {("megatron", "rmsprop")}
-    assert "no fp32 copy of the weights" in said(transformer_plan(general={"dtype": "bf16"}), "torchtitan")
+    assert "what other models do is theirs" in said(transformer_plan(general={"dtype": "bf16"}), "torchtitan")
 
 
 def test_a_model_that_is_no_transformer_has_no_shape_to_write():
     plan = equal_stages(3, 4, schedule="1f1b")
     assert "neither modules nor sequence are known" in said(plan, "torchtitan")
-    assert not hasattr(titan(plan).parallelism, "pipeline_parallel_module_fqns_per_model_part")
+    assert not hasattr(titan(plan).parallelism, "module_fqns_per_model_part")
     assert "stages of 1 1 1 layers" in said(plan, "megatron")
     assert "--num-layers" not in megatron(plan)
     assert said(plan, "deepspeed") == ""  # its layers are the user's in any case
@@ -312,6 +415,149 @@ def test_a_model_that_is_no_transformer_has_no_shape_to_write():
         said(plan, "slurm") == "A model of kind layers has costs but no arithmetic: the plan is rehearsed, on one node."
     )
     assert "--device rehearse" in export(plan, "slurm").text
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+
+def replicated(shard: str = "none", **general: Any) -> Plan:
+    """Two replicas of a pipeline of two ranks."""
+    return transformer_plan(balance=[4, 4], batch=16, replicas=2, shard=shard, general=general)
+
+
+def test_every_framework_has_words_of_its_own_for_replicas():
+    plan = replicated()
+    for target in (*FRAMEWORKS, *OURS):
+        assert said(plan, target) == ""
+        assert "on 2 replicas" in export(plan, target).text or "in 2 replicas" in export(plan, target).text
+    config = titan(plan)
+    assert config.parallelism.data_parallel_replicate_degree == 2
+    assert config.parallelism.data_parallel_shard_degree == 1
+    assert (config.training.local_batch_size, config.training.global_batch_size) == (8, 16)
+    flags = megatron(plan)
+    assert flags[flags.index("--global-batch-size") + 1] == "16"
+    assert "--use-distributed-optimizer" not in flags
+    assert "with 4 processes in all" in export(plan, "megatron").text
+    names = deepspeed(plan)
+    assert names["CONFIG"]["train_batch_size"] == 16
+    assert "zero_optimization" not in names["CONFIG"]
+    assert 'RECOMPUTED[int(os.environ["RANK"]) // 2]' in export(plan, "deepspeed").text
+
+
+def test_shards_of_the_optimizer_are_written_or_what_is_sharded_instead_is_said():
+    plan = replicated("optimizer")
+    assert "--use-distributed-optimizer" in megatron(plan)
+    assert deepspeed(plan)["CONFIG"]["zero_optimization"] == {"stage": 1}
+    assert said(plan, "megatron") == said(plan, "deepspeed") == ""
+    instead = "Replicas of a pipeline do not shard the optimizer alone: they shard parameters and optimizer."
+    assert said(plan, "torchtitan") == instead
+    assert titan(plan).parallelism.data_parallel_shard_degree == 2
+
+
+def test_shards_of_the_parameters_are_torchtitans_own():
+    plan = replicated("parameters")
+    parallelism = titan(plan).parallelism
+    assert said(plan, "torchtitan") == ""
+    assert (parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree) == (1, 2)
+    assert parallelism.fsdp_reshard_after_forward == "never"
+    instead = "Replicas of a pipeline do not shard parameters and optimizer: they shard the optimizer alone."
+    assert said(plan, "megatron") == said(plan, "deepspeed") == instead
+    assert "--use-distributed-optimizer" in megatron(plan)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_tensor_groups_are_torchtitans_and_megatrons_own_and_refused_elsewhere(split):
+    plan = transformer_plan(balance=[4, 4], batch=16, replicas=2, tensor=2, sequence_split=split)
+    parallelism = titan(plan).parallelism
+    assert (parallelism.tensor_parallel_degree, parallelism.enable_sequence_parallel) == (2, split)
+    flags = megatron(plan)
+    assert flags[flags.index("--tensor-model-parallel-size") + 1] == "2"
+    assert ("--sequence-parallel" in flags) == split
+    assert "with 8 processes in all" in export(plan, "megatron").text
+    for target in ("deepspeed", *OURS):
+        with pytest.raises(InputError, match=f"plan.tensor: found 2, expected 1: export to {target}"):
+            export(plan, target)
+
+
+def test_precision_is_the_plans_or_what_it_is_instead_is_said():
+    mixed, pure = (replicated("parameters", dtype="bf16", precision=precision) for precision in ("mixed", "pure"))
+    assert (titan(mixed).training.dtype, titan(mixed).training.mixed_precision_param) == ("float32", "bfloat16")
+    assert (titan(pure).training.dtype, titan(pure).training.mixed_precision_param) == ("bfloat16", "bfloat16")
+    assert said(mixed, "torchtitan") == said(pure, "torchtitan") == ""
+    for target in ("megatron", "deepspeed"):
+        assert "Precision is mixed where there is bf16" in said(pure, target)
+        assert "Precision" not in said(mixed, target)
+
+
+# --- the order -------------------------------------------------------------------------------------------------------
+
+
+def torchs_order(schedule: Any) -> list[list[str]]:
+    """What each rank does in one of torch's schedules; the two actions of an overlapped pair in turn."""
+    rows = [
+        [action for action in schedule.pipeline_order[rank] if action is not None]
+        for rank in range(schedule.pp_group_size)
+    ]
+    return [[str(part) for action in row for part in action.sub_actions or [action]] for row in rows]
+
+
+def torchs_stages(plan: Plan) -> list[SimpleNamespace]:
+    """As much of the first rank's stages as torch needs to make an order."""
+    numbers = {"group_size": plan.num_ranks, "num_stages": plan.num_stages, "group_rank": 0}
+    return [SimpleNamespace(**numbers, is_last=False, submod=None) for _ in range(plan.stages_per_rank)]
+
+
+def rows_of(plan: Plan) -> list[list[str]]:
+    return [row.split(",") for row in export(plan, "csv").text.splitlines()]
+
+
+@given(random_plans(max_stages=6))
+def test_torchs_runtime_loads_the_exported_order_of_any_plan(tmp_path_factory, plan):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    path = tmp_path_factory.getbasetemp() / "order.csv"
+    path.write_text(export(plan, "csv").text)
+    runtime = schedules._PipelineScheduleRuntime(torchs_stages(plan), plan.num_microbatches)
+    runtime._load_csv(str(path), format="compute_only")
+    assert torchs_order(runtime) == rows_of(plan)
+    ranks = {stage: plan.ranks.index(rank) for stage, rank in enumerate(plan.placement)}
+    assert runtime.stage_index_to_group_rank == ranks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "v"),
+    [
+        ("interleaved_gpipe", 1),
+        ("interleaved_gpipe", 2),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+        ("zb_h1", 1),
+        ("zb_v", 2),
+        ("dualpipe_v", 2),
+    ],
+)
+def test_a_class_of_torchs_that_is_named_has_the_plans_order_and_any_other_refuses_or_differs(schedule, v):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    name_of_all = torch_name(equal_stages(v, 2, schedule=schedule, stages_per_rank=v, backward="reverse"))
+    assert name_of_all is not None
+    kind = schedules.get_schedule_class(name_of_all)
+    for K, M, backward in itertools.product((1, 2, 4), range(1, 10), ("fifo", "reverse")):
+        plan = equal_stages(K * v, M, schedule=schedule, stages_per_rank=v, backward=backward)
+        name = torch_name(plan)
+        assert name in (name_of_all, None)
+        try:
+            same = torchs_order(kind(torchs_stages(plan), M)) == rows_of(plan)
+        except ValueError:
+            same = False
+        assert same == (name is not None)
+
+
+def test_an_order_says_nothing_else():
+    exported = export(transformer_plan(balance=[8], microbatches=2), "csv")
+    assert exported.text == "0F0,0B0,0F1,0B1\n"
+    assert exported.cannot == (
+        "Only the order is written: the cut, the micro-batches' size and checkpointing are set in the code.",
+    )
+    assert "begin on rank 1" in said(transformer_plan(placement=[1, 0, 2]), "csv")
 
 
 # --- any plan --------------------------------------------------------------------------------------------------------
@@ -325,7 +571,7 @@ def test_files_of_any_plan_name_and_path_parse_and_say_in_comments_what_they_can
         comments = " ".join(line[2:].strip() for line in exported.text.splitlines() if line.startswith("#"))
         for sentence in exported.cannot:
             assert sentence.endswith(".")
-            assert sentence in comments
+            assert sentence in comments or target == "csv"
         if target in ("torchtitan", "deepspeed"):
             compile(exported.text, "plan.py", "exec")
 
@@ -336,6 +582,7 @@ def test_scripts_are_bash_and_hold_the_path_as_it_is(path, nodes):
     cluster = {"nodes": nodes, "devices_per_node": 4 // nodes, "network": "100gbit"}
     script = export(transformer_plan(cluster=cluster), "slurm", path).text
     bash(script, "-n")
+    bash(export(transformer_plan(cluster=cluster), "torchrun", path).text, "-n")
     bash(export(transformer_plan(), "megatron", path).text, "-n")
     (line,) = (part for part in script.split("\nexport")[0].partition("\nPLAN=")[2:])
     assert shlex.split(line) == [path]
@@ -404,6 +651,53 @@ def test_a_batch_script_runs_measures_and_compares_on_two_nodes(tmp_path):
     (run,) = (tmp_path / "runs").iterdir()
     assert len(json.loads((run / "measured.json").read_text())["steps"]) == 10
     assert (run / "compare.json").is_file()
+
+
+NOTED = """#!/bin/bash
+echo "$(basename $0) $@" >> "calls.$NODE"
+if [ "$1" = run ]; then mkdir -p "$RUN_DIR" && touch "$RUN_DIR/environment.json"; fi
+"""
+
+
+def test_a_script_for_each_machine_does_what_a_batch_script_does(tmp_path):
+    """What Kubernetes' pods run, too. The commands, which the test before this one runs, are only noted."""
+    plan = transformer_plan(cluster={"device": "cpu", "nodes": 2, "devices_per_node": 2, "network": "10gbit"})
+    for name in ("gpipe", "python"):
+        (tmp_path / name).write_text(NOTED)
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
+    script = f"cd {shlex.quote(str(tmp_path))}\n" + export(plan, "torchrun").text
+    for node in ("0", "1"):
+        bash(script, PATH=path, NODE=node, ENDPOINT="node0:29500")
+    first, second = ((tmp_path / f"calls.{node}").read_text().splitlines() for node in "01")
+    batch = " ".join(export(plan, "slurm").text.replace("\\\n", " ").split())
+    assert first[0] == "gpipe run plan.yaml --device cpu --nodes 3 --rdzv-endpoint node0:29500 --out runs/small"
+    assert first[2] == "gpipe compare runs/small"
+    for call, node, processes in ((first[1], 0, 2), (second[0], 1, 1)):
+        told = call.replace("node0:29500", '"$ENDPOINT"').replace("runs/small", '"$RUN_DIR"')
+        told = told.replace(f"--node-rank {node}", '--node-rank "$SLURM_NODEID"')
+        told = told.replace(f"--nproc-per-node {processes}", '--nproc-per-node "${processes[$SLURM_NODEID]}"')
+        assert told in batch
+    assert len(second) == 1
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(1, 4), (2, 2)])
+def test_a_pytorchjob_has_a_pod_for_each_node_that_runs_torchruns_script(nodes, each):
+    cluster = {"nodes": nodes, "devices_per_node": each, "network": "100gbit"}
+    plan = transformer_plan(cluster=cluster)
+    job = YAML(typ="safe").load(export(plan, "kubernetes", "it's a plan.yaml").text)
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    pods = job["spec"]["pytorchReplicaSpecs"]
+    assert {name: pod["replicas"] for name, pod in pods.items()} == {"Master": 1} | ({"Worker": 1} if nodes > 1 else {})
+    script = export(plan, "torchrun", "it's a plan.yaml").text
+    for pod in pods.values():
+        (container,) = pod["template"]["spec"]["containers"]
+        (text,) = container["args"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": "3" if nodes == 1 else "2"}
+        told = 'export NODE="$PET_NODE_RANK" ENDPOINT="$MASTER_ADDR:$MASTER_PORT"\n'
+        assert text.startswith(told) == (nodes > 1)
+        assert text.removeprefix(told).strip() in script
+    assert ("Pods are alike" in said(plan, "kubernetes")) == (nodes > 1)
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import equal_stages
 
-from gpipe_sim.jitter import jitter_factors, lognormal
+from gpipe_sim.step.jitter import jitter_factors, lognormal
 
 MANY = np.arange(20_000)
 
@@ -33,7 +33,7 @@ def test_a_sample_is_the_same_alone_as_among_others(seed, samples):
     together = jitter_factors(made, samples)
     for column, sample in enumerate(samples):
         for kind, factors in jitter_factors(made, [sample]).items():
-            assert (factors[:, :, 0] == together[kind][:, :, column]).all()
+            assert (factors[..., 0] == together[kind][..., column]).all()
 
 
 def test_without_jitter_nothing_changes():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpipe_sim.literature import Figure, Printed, printed, published_tables, summary
+from gpipe_sim.evidence.literature import Figure, Printed, printed, published_tables, summary
 
 numbers = st.floats(1e-3, 1e6)
 

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_sim.model import DTYPE_BYTES, bytes_per_parameter, transformer_layers
-from gpipe_sim.scenario import Transformer
+from gpipe_sim.cost.transformer import (
+    DTYPE_BYTES,
+    bytes_per_parameter,
+    flops_per_sample,
+    num_parameters,
+    transformer_layers,
+)
+from gpipe_sim.scenario.presets import PRESETS, find_preset
+from gpipe_sim.scenario.schema import Transformer, preset_model
 
 
 def transformer(**changes):
@@ -15,10 +22,6 @@ def transformer(**changes):
 
 def block(dtype="bf16", **changes):
     return transformer_layers(transformer(**changes), dtype)[1]
-
-
-def num_parameters(model):
-    return sum(layer.parameters for layer in transformer_layers(model, "fp32"))
 
 
 @st.composite
@@ -122,6 +125,86 @@ def test_bytes_per_parameter_are_weight_gradient_and_state(optimizer, dtype, exp
     assert bytes_per_parameter(optimizer, dtype) == expected
 
 
+@pytest.mark.parametrize(("optimizer", "states"), [("sgd", 0), ("momentum", 1), ("rmsprop", 1), ("adam", 2)])
+def test_pure_precision_has_nothing_but_its_dtype(optimizer, states):
+    for dtype, word in DTYPE_BYTES.items():
+        assert bytes_per_parameter(optimizer, dtype, "pure") == (word, word, word * states)
+
+
 def test_published_totals_per_parameter():
     assert sum(bytes_per_parameter("rmsprop", "fp32")) == 12  # GPipe, Table 1
     assert sum(bytes_per_parameter("adam", "bf16")) == 16  # ZeRO, section 3.1
+
+
+# --- models of today -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name):
+    published = PRESETS[name]
+    assert num_parameters(preset_model(name)) == pytest.approx(published.parameters, rel=0, abs=published.rounding), (
+        published.source
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("Llama-2-13B", "llama-2-13b"), ("llama2_13b", "llama-2-13b"), ("Llama-3.1-405B", "llama-3-405b"), ("gpt3", None)],
+)
+def test_a_preset_is_found_however_it_is_spelt(written, meant):
+    assert find_preset(written) is (PRESETS[meant] if meant else None)
+
+
+def test_what_is_said_beside_a_preset_comes_first():
+    model = Transformer(kind="transformer", preset="llama-3-70b", layers=12, sequence=4096)
+    assert (model.preset, model.layers, model.sequence, model.num_kv_heads) == ("llama-3-70b", 12, 4096, 8)
+
+
+def test_heads_that_share_keys_and_values_have_smaller_projections():
+    everyone, shared = block(), block(kv_heads=8)
+    assert everyone.parameters - shared.parameters == 2 * (2048 + 1) * (2048 - 512)
+    assert everyone.flops - shared.flops == 4 * 1024 * 2048 * (2048 - 512)
+    assert everyone.saved_bytes - shared.saved_bytes == 2 * 2 * 1024 * (2048 - 512)
+    assert block(kv_heads=32) == everyone
+
+
+def test_a_gate_is_a_third_matrix_of_the_feed_forward():
+    plain, gated = block(ffn=5000), block(ffn=5000, gated=True)
+    assert gated.parameters - plain.parameters == (2048 + 1) * 5000
+    assert gated.flops - plain.flops == 2 * 1024 * 2048 * 5000
+    assert gated.saved_bytes - plain.saved_bytes == 2 * 1024 * 5000
+
+
+def test_models_with_rms_norms_have_neither_biases_nor_dropout_unless_told():
+    rms = block(norm="rms")
+    assert rms.parameters == 12 * 2048**2 + 2 * 2048
+    assert rms.saved_bytes == 32 * 1024 * 2048
+    assert block(norm="rms", dropout=True, attention="classic").saved_bytes == block(attention="classic").saved_bytes
+    assert block(norm="rms", bias="all").parameters == block().parameters - 2 * 2048
+    assert block(norm="rms", bias="qkv").parameters == rms.parameters + 3 * 2048
+
+
+def test_learned_positions_have_a_row_for_each_position_of_the_context():
+    plain, learned, longer = (transformer(**more) for more in ({}, {"positions": "learned"}, {"context": 4096}))
+    assert num_parameters(learned) - num_parameters(plain) == 1024 * 2048
+    assert num_parameters(longer) == num_parameters(plain) == num_parameters(transformer(positions="rotary"))
+    assert num_parameters(transformer(positions="learned", context=4096)) - num_parameters(plain) == 4096 * 2048
+
+
+def test_tied_weights_are_counted_once_and_held_at_both_ends():
+    own, tied = transformer(), transformer(tied=True)
+    assert num_parameters(own) - num_parameters(tied) == 32000 * 2048
+    assert transformer_layers(tied, "bf16") == transformer_layers(own, "bf16")
+
+
+@given(shapes())
+def test_causal_attention_counts_the_pairs_in_which_no_token_sees_a_later_one(shape):
+    s, h = shape["sequence"], shape["hidden"]
+    pairs = s * (s + 1) // 2
+    assert block(**shape, causal=True).flops == 24 * s * h * h + 4 * pairs * h
+
+
+def test_a_model_takes_six_flops_per_weight_and_token_beside_attention():
+    model = transformer(norm="rms", vocab=100)
+    weights = num_parameters(model) - 100 * 2048 - 5 * 2048  # neither a lookup nor norms are products
+    assert flops_per_sample(model) == 6 * 1024 * weights + 2 * 12 * 1024**2 * 2048

@@ -19,9 +19,10 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from hosts import Hosts, what_is_missing  # noqa: E402
 from network import NUM_MICROBATCHES, Point, find_knee, points, scenario_of  # noqa: E402
 
-from gpipe_sim.catalog import Link  # noqa: E402
-from gpipe_sim.plan import Nic, make_plan  # noqa: E402
-from gpipe_sim.predict import predict  # noqa: E402
+from gpipe_sim.explain.predict import predict  # noqa: E402
+from gpipe_sim.make.making import make_plan  # noqa: E402
+from gpipe_sim.plan.plan import Nic  # noqa: E402
+from gpipe_sim.scenario.catalog import Link  # noqa: E402
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "network.py"
 needs_hosts = pytest.mark.skipif(bool(what_is_missing()), reason=f"hosts need {', '.join(what_is_missing())}")

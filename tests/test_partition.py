@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpipe_sim.partition import partition
+from gpipe_sim.plan.partition import partition
 
 
 def cuts(num_layers: int, num_stages: int):

@@ -1,57 +1,81 @@
 """Imported profiles: times, and the bytes that cross every cut of a graph that is not a chain."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from gpipe_sim.files import InputError
-from gpipe_sim.pipedream import import_pipedream
+from gpipe_sim.base.files import InputError
+from gpipe_sim.cost.pipedream import import_pipedream
 
-DATA = Path(__file__).parent / "data" / "pipedream"
+GRAPHS = Path(__file__).parent / "data" / "graphs"
+"""Made up for these tests, in PipeDream's format: times are those of a device that computes 2 TFLOP/s."""
+PIPEDREAM = os.environ.get("GPIPE_PIPEDREAM_PROFILES")
+"""A folder with the profiles that PipeDream's authors measured, for those who have them."""
 
 
 def crossing(profile, name: str) -> float:
     return float(profile.table["output_bytes"][profile.names.index(name), 0])
 
 
-def test_a_chain_is_cut_at_each_layers_output():
-    vgg = import_pipedream(DATA / "vgg16.graph.txt", 128)
-    assert vgg.num_layers == 41
-    assert vgg.sizes == (128,)
-    assert crossing(vgg, "node2:Conv2d") == 1644167168
-    assert crossing(vgg, "node41:Linear") == 0, "nothing follows the last layer"
+@pytest.fixture
+def convolutions():
+    return import_pipedream(GRAPHS / "convolutions.graph.txt", 64)
 
 
-def test_a_branch_adds_what_passes_it():
-    vgg = import_pipedream(DATA / "vgg16.graph.txt", 128)
-    assert crossing(vgg, "node33:Size") == 12845056 + 4, "the pooled activations pass the node that asks for their size"
+@pytest.fixture
+def recurrent():
+    return import_pipedream(GRAPHS / "recurrent.graph.txt", 64)
 
 
-def test_loading_the_data_is_not_counted_as_compute():
-    vgg = import_pipedream(DATA / "vgg16.graph.txt", 128)
-    assert vgg.table["forward_s"][vgg.names.index("node1:Input"), 0] == 0
-    assert vgg.table["forward_s"].sum() == pytest.approx(0.251874 - 0.017972, abs=1e-6)
+def test_a_chain_is_cut_at_each_layers_output(convolutions):
+    assert convolutions.num_layers == 17
+    assert convolutions.sizes == (64,)
+    assert crossing(convolutions, "node2:Conv2d") == 33554432
+    assert crossing(convolutions, "node17:Linear") == 0, "nothing follows the last layer"
 
 
-def test_skip_connections_are_carried_along_and_each_output_counts_once():
-    gnmt = import_pipedream(DATA / "gnmt.graph.txt", 64)
-    # node8, output 0 of node7, goes to node10 and, past node11, to node14.
-    assert crossing(gnmt, "node10:Dropout") == 6291456 + 6291456
-    # After node14 only its sum remains, although node15 and node19 both take it.
-    assert crossing(gnmt, "node14:Add") == 6291456
-    # The context, output 2 of node23, passes node31 on its way to node35 and node42.
-    assert crossing(gnmt, "node34:Dropout") == 6160384 + 131072 + 6160384
+def test_a_branch_adds_what_passes_it(convolutions):
+    passing = crossing(convolutions, "node13:Size")
+    assert passing == 4194304 + 4, "the pooled activations pass the node that asks for their size"
 
 
-def test_only_the_outputs_that_are_used_cross():
-    gnmt = import_pipedream(DATA / "gnmt.graph.txt", 64)
-    assert crossing(gnmt, "node7:LSTM") == 6291456 + 131072, "two of the three outputs of node7 have a user"
+def test_loading_the_data_is_not_counted_as_compute(convolutions):
+    assert convolutions.table["forward_s"][convolutions.names.index("node1:Input"), 0] == 0
+    assert convolutions.table["forward_s"].sum() == pytest.approx(0.026045 - 0.008, abs=1e-6)
 
 
-def test_views_keep_nothing_of_their_own():
-    vgg = import_pipedream(DATA / "vgg16.graph.txt", 128)
-    assert vgg.table["saved_bytes"][vgg.names.index("node3:ReLU"), 0] == 0
-    assert vgg.table["saved_bytes"][vgg.names.index("node2:Conv2d"), 0] == 1644167168
+def test_skip_connections_are_carried_along_and_each_output_counts_once(recurrent):
+    # node5, output 0 of node4, goes to node7 and, past node8, to node11.
+    assert crossing(recurrent, "node7:Dropout") == 2621440 + 2621440
+    # After node11 its sum, which node12 and node16 both take, and output 1 of node8, which node18 takes.
+    assert crossing(recurrent, "node11:Add") == 2621440 + 131072
+    # Of the third LSTM only the dropped-out sum is left; output 1 of node8 passes all of it.
+    assert crossing(recurrent, "node17:Dropout") == 2621440 + 131072
+
+
+def test_only_the_outputs_that_are_used_cross(recurrent):
+    assert crossing(recurrent, "node4:LSTM") == 2621440 + 131072, "two of the three outputs of node4 have a user"
+
+
+def test_views_keep_nothing_of_their_own(convolutions):
+    assert convolutions.table["saved_bytes"][convolutions.names.index("node3:ReLU"), 0] == 0
+    assert convolutions.table["saved_bytes"][convolutions.names.index("node2:Conv2d"), 0] == 33554432
+
+
+@pytest.mark.skipif(not PIPEDREAM, reason="GPIPE_PIPEDREAM_PROFILES names no folder with PipeDream's own profiles")
+@pytest.mark.parametrize(
+    ("name", "layers", "forward_s", "cut", "crossing_bytes"),
+    [
+        ("vgg16", 41, 0.251874 - 0.017972, "node33:Size", 12845056 + 4),
+        ("gnmt", 48, 0.033533, "node34:Dropout", 6160384 + 131072 + 6160384),
+    ],
+)
+def test_pipedreams_own_profiles_are_read(name, layers, forward_s, cut, crossing_bytes):
+    profile = import_pipedream(Path(PIPEDREAM) / f"{name}.graph.txt", 64)
+    assert profile.num_layers == layers
+    assert profile.table["forward_s"].sum() == pytest.approx(forward_s, abs=1e-6)
+    assert crossing(profile, cut) == crossing_bytes
 
 
 NODE = (

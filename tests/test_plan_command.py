@@ -10,17 +10,18 @@ import pytest
 from commands import run
 from test_accuracy import RUN
 
-from gpipe_sim.accuracy import record
-from gpipe_sim.planfile import load_plan
+from gpipe_sim.make.planfile import load_plan
+from gpipe_sim.runs.accuracy import record
 
 SCENARIO = """
 name: small
-model: {kind: transformer, layers: 12, hidden: 1024, heads: 16, vocab: 32000, sequence: 1024}
-batch: 32
+model: {kind: transformer, layers: 5, hidden: 1024, heads: 16, vocab: 32000, sequence: 1024}
+batch: 6
 cluster:
   device: a100-80gb
-  devices_per_node: 4
+  devices_per_node: 3
   link: {bandwidth: 300 GB/s, latency: 5 us}
+plan: {replicas: 1, tensor: 1}
 """
 
 
@@ -77,11 +78,11 @@ def test_the_answer_is_a_table_a_reason_the_naive_choice_and_how_sure(scenario, 
 
 def test_nothing_fits_is_status_3_with_what_would(scenario, capsys):
     status, out, err = run(
-        capsys, "plan", scenario, "--set", "cluster.memory_reserve=78.5 GiB", "--set", "cluster.devices_per_node=2"
+        capsys, "plan", scenario, "--set", "cluster.memory_reserve=79.125 GiB", "--set", "cluster.devices_per_node=2"
     )
     assert status == 3
-    assert "nothing fits in 1.50 GiB" in " ".join(out.split())
-    assert "no plan fits" in err
+    assert "no plan was found that fits in 896 MiB" in " ".join(out.split())
+    assert "no plan was found that fits" in err
     assert "stages instead of 2 would fit" in err
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_sim.catalog import Link
-from gpipe_sim.costs import build_profile
-from gpipe_sim.files import InputError, parse_yaml
-from gpipe_sim.profile import COLUMNS, Profile, load_profile
-from gpipe_sim.sweep import load_scenario, parse_scenario
+from gpipe_sim.base.files import InputError, parse_yaml
+from gpipe_sim.cost.analytic import build_profile
+from gpipe_sim.cost.profile import COLUMNS, SPLIT_COLUMNS, Profile, load_profile
+from gpipe_sim.scenario.catalog import Link
+from gpipe_sim.scenario.reading import load_scenario, parse_scenario
 
 TRANSFORMER = """\
 model: {kind: transformer, layers: 2, hidden: 1024, heads: 16, vocab: 32000, sequence: 512}
@@ -94,6 +94,13 @@ def test_a_single_known_size_makes_costs_proportional():
     assert profile.at(4).saved_bytes.tolist() == [2, 6]
     assert profile.at(1).saved_bytes.tolist() == [0.5, 1.5]
     assert profile.at(12).saved_bytes.tolist() == [6, 18]
+
+
+def test_a_profile_of_one_size_says_so_where_it_is_used_for_another():
+    one, two = profile_of([8], [[4.0]]), profile_of([4, 8], [[2.0, 4.0]])
+    assert one.stretched([8]) is None
+    assert "micro-batches of 8 only" in one.stretched([8, 4])
+    assert two.stretched([1]) is None
 
 
 sizes_lists = st.lists(st.integers(1, 500), min_size=2, max_size=5, unique=True).map(sorted)
@@ -222,11 +229,85 @@ def test_layers_by_hand_are_as_exact_between_the_sizes_that_were_asked_for():
     assert profile.at(5).forward_s == pytest.approx([5.01e-3, 5.01e-3, 10e-3], rel=1e-12)
 
 
+# --- split backwards ------------------------------------------------------------------------------------------------
+
+
+def split_by_hand(wide="1 ms", narrow="", kept=""):
+    """The layers by hand, with what is said of the weights' part of their backwards."""
+    text = BY_HAND.replace("backward: 3 ms", f"backward: 3 ms, backward_weights: {wide}{kept}")
+    return text.replace("forward: 2 ms", f"forward: 2 ms{narrow}")
+
+
+def test_halves_by_hand_have_an_overhead_each_and_share_the_rest():
+    costs = build_profile(scenario_of(split_by_hand(narrow=", backward_weights: 4 ms")), [2]).at(2)
+    assert costs.backward_inputs_s == pytest.approx([1e-5 + 4e-3, 1e-5 + 4e-3, 0])
+    assert costs.backward_weights_s == pytest.approx([1e-5 + 2e-3, 1e-5 + 2e-3, 8e-3])
+    assert costs.kept_bytes.tolist() == costs.saved_bytes.tolist()
+    assert not costs.workspace_inputs_bytes.any()
+
+
+def test_what_is_kept_by_hand_beyond_what_was_saved_is_room_that_the_first_half_needs():
+    scenario = scenario_of(split_by_hand(narrow=", backward_weights: 1 ms, kept: 5 MiB", kept=", kept: 1 MiB"))
+    costs = build_profile(scenario, [1]).at(1)
+    assert costs.kept_bytes.tolist() == [2**20, 2**20, 5 * 2**20]
+    assert costs.workspace_inputs_bytes.tolist() == [0, 0, 3 * 2**20]
+
+
+@pytest.mark.parametrize(
+    ("text", "splits"),
+    [
+        (TRANSFORMER, True),
+        (BY_HAND, False),
+        (split_by_hand(), False),
+        (split_by_hand(narrow=", backward: 0 s"), True),
+        (split_by_hand(narrow=", backward_weights: 0 s"), True),
+    ],
+)
+def test_a_profile_splits_where_every_backward_that_takes_time_says_how(text, splits):
+    profile = build_profile(scenario_of(text), [2])
+    assert profile.splits == splits
+    assert (profile.at(2).kept_bytes is not None) == splits
+
+
+@pytest.mark.parametrize("attention", ["classic", "flash"])
+def test_a_transformers_halves_add_up_and_are_divided_by_flops(attention):
+    scenario = scenario_of(TRANSFORMER.replace("sequence: 512", f"sequence: 512, attention: {attention}"))
+    costs = build_profile(scenario, [1, 8]).at(8)
+    assert costs.backward_inputs_s + costs.backward_weights_s == pytest.approx(costs.backward_s, rel=1e-15)
+    embedding, block, _, norm, head = costs.backward_weights_s / costs.backward_s
+    s, h = 512, 1024
+    assert block == pytest.approx(24 * s * h * h / (2 * (24 * s * h * h + 4 * s * s * h)))
+    assert (embedding, norm, head) == (1, 0, pytest.approx(0.5))
+    assert costs.kept_bytes[1] == 8 * 32 * s * h, "Zero Bubble, Table 1"
+
+
+def test_a_profile_with_other_times_has_the_halves_that_were_timed():
+    profile = build_profile(scenario_of(TRANSFORMER), [4, 8])
+    times = {name: [float(i)] * 5 for i, name in enumerate(["forward_s", "backward_s", *SPLIT_COLUMNS[:2], "spread"])}
+    costs = profile.retimed({4: times}).at(4)
+    found = [costs.forward_s, costs.backward_s, costs.backward_inputs_s, costs.backward_weights_s]
+    assert [set(values.tolist()) for values in found] == [{0}, {1}, {2}, {3}]
+    assert costs.kept_bytes.tolist() == profile.at(4).kept_bytes.tolist()
+    unsplit = profile_of([4], [[1.0]] * 5)
+    assert not unsplit.retimed({4: times}).splits
+
+
+def test_columns_of_halves_are_in_all_layers_or_in_none(tmp_path):
+    document = json.loads(build_profile(scenario_of(TRANSFORMER), [4]).to_json())
+    del document["layers"][2]["kept_bytes"]
+    path = written(tmp_path / "p.json", sizes=document["sizes"], layers=document["layers"])
+    (told,) = problems(path)
+    assert told.field == "layers.2.kept_bytes"
+    assert "is missing, expected all of backward_inputs_s, " in told.message
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
 def same(a, b):
-    arrays = [(a.table[column], b.table[column]) for column in COLUMNS]
+    if a.table.keys() != b.table.keys():
+        return False
+    arrays = [(a.table[column], b.table[column]) for column in a.table]
     arrays += [(a.parameter_bytes, b.parameter_bytes), (a.optimizer_s, b.optimizer_s)]
     facts = ["source", "device", "dtype", "names", "sizes", "environment"]
     facts += ["input_bytes", "action_overhead_s", "hop_overhead_s"]
@@ -246,6 +327,7 @@ printable = st.text(st.characters(exclude_categories=["Cc", "Cs"]))
 def profiles(draw):
     sizes = draw(st.lists(st.integers(1, 4096), min_size=1, max_size=4, unique=True).map(sorted))
     num_layers = draw(st.integers(1, 4))
+    columns = draw(st.sampled_from([COLUMNS, (*COLUMNS, *SPLIT_COLUMNS)]))
     row = st.lists(amounts, min_size=len(sizes), max_size=len(sizes))
     rows = st.lists(row, min_size=num_layers, max_size=num_layers).map(np.array)
     per_layer = st.lists(amounts, min_size=num_layers, max_size=num_layers).map(np.array)
@@ -256,7 +338,7 @@ def profiles(draw):
         source=draw(st.sampled_from(["analytic", "measured", "imported"])),
         device=draw(printable),
         dtype=draw(st.sampled_from(["fp64", "fp32", "bf16", "fp16"])),
-        table={column: draw(rows) for column in COLUMNS},
+        table={column: draw(rows) for column in columns},
         parameter_bytes=draw(per_layer),
         optimizer_s=draw(per_layer),
         input_bytes=draw(amounts),

@@ -3,8 +3,8 @@
 import pytest
 from plans import equal_stages
 
-from gpipe_sim.metrics import pipeline_time_s
-from gpipe_sim.simulate import simulate
+from gpipe_sim.step.metrics import pipeline_time_s
+from gpipe_sim.step.simulate import simulate
 
 
 @pytest.mark.parametrize("M", [1, 2, 4, 32])

@@ -3,6 +3,7 @@
 import json
 import socket
 import subprocess
+import time
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -14,18 +15,24 @@ from test_runs import BIN, gpipe, refused, scenario_file
 
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
-from gpipe_exec.allocator import Trace  # noqa: E402
-from gpipe_exec.launch import Settings, execute  # noqa: E402
-from gpipe_exec.recorder import StepRecord  # noqa: E402
-from gpipe_exec.records import RankRecord, gather  # noqa: E402
-from gpipe_exec.rehearsal import SHORTEST_ACTION_S, default_stretch, what_is_left_out  # noqa: E402
-from gpipe_sim.compare import compare_run  # noqa: E402
-from gpipe_sim.planfile import read_plan, save_plan  # noqa: E402
-from gpipe_sim.predict import predict  # noqa: E402
-from gpipe_sim.runs import load_run  # noqa: E402
-from gpipe_sim.schedule import rank_actions, sender_of, takes_message  # noqa: E402
-from gpipe_sim.simulate import simulate  # noqa: E402
-from gpipe_sim.sweep import load_scenario  # noqa: E402
+from gpipe_exec.alternatives.rehearsal import (  # noqa: E402
+    SHORTEST_ACTION_S,
+    default_stretch,
+    rehearsed_workload,
+    what_is_left_out,
+)
+from gpipe_exec.devices.allocator import Trace, bytes_of_parts  # noqa: E402
+from gpipe_exec.devices.recorder import StepRecord  # noqa: E402
+from gpipe_exec.engine.stage import Stage  # noqa: E402
+from gpipe_exec.run.launch import Settings, execute  # noqa: E402
+from gpipe_exec.run.records import RankRecord, gather  # noqa: E402
+from gpipe_sim.explain.predict import predict  # noqa: E402
+from gpipe_sim.make.planfile import read_plan, save_plan  # noqa: E402
+from gpipe_sim.plan.program import program_of, rank_actions  # noqa: E402
+from gpipe_sim.runs.compare import compare_run  # noqa: E402
+from gpipe_sim.runs.directory import load_run  # noqa: E402
+from gpipe_sim.scenario.reading import load_scenario  # noqa: E402
+from gpipe_sim.step.simulate import simulate  # noqa: E402
 
 MB = 1e6
 
@@ -66,12 +73,13 @@ def test_a_rehearsal_takes_at_least_the_profiled_time_of_every_action(rehearsed)
 
 def test_a_message_arrives_no_sooner_than_its_link_could_carry_it(rehearsed):
     planned, measured = rehearsed
+    senders = program_of(planned).senders()
     for step in measured.steps:
         end = {a: t.end_s[row] for t in step.ranks for row, a in enumerate(t.actions)}
         for timeline in step.ranks:
             for row, action in enumerate(timeline.actions):
-                if takes_message(planned, action):
-                    sender = sender_of(action)
+                sender = senders.get(action)
+                if sender is not None:
                     edge = min(sender.stage, action.stage)
                     link = planned.link(edge)
                     least = link.latency + planned.message_bytes[edge, action.microbatch] / link.bandwidth
@@ -98,6 +106,45 @@ def test_the_prediction_of_a_rehearsal_knows_the_engines_own_overhead(rehearsed)
     assert measured.stretch == pytest.approx(default_stretch(made()))
     comparison = compare_run(planned, measured)
     assert abs(comparison.attribution_s["unexplained"]) < 1e-2 * comparison.step_time_s
+
+
+@pytest.mark.parametrize("stage_index", [0, 1, 2])
+def test_the_halves_of_a_rehearsed_backward_take_their_times_and_hold_their_bytes(stage_index):
+    model = layers([2e-3] * 6, [6e-3] * 6, [2 * MB] * 6, [5 * MB] * 6, parameters=3e6)
+    for i, layer in enumerate(model["layers"]):
+        layer |= {"backward_weights": f"{1 + i % 3} ms", "kept": f"{3 + i} MB"}
+    one = plan(model, 4, stages=3, batch=8, checkpoint="never")
+    workload, _ = rehearsed_workload(one, [stage_index], 1.0)
+    span, n = one.stages[stage_index], 2
+    is_first, is_last = stage_index == 0, stage_index == 2
+    stage = Stage(
+        workload.layers[span], torch.device("cpu"), is_first, workload.loss if is_last else None, [False], split=[True]
+    )
+    rows = torch.empty((n, int(MB)), dtype=torch.float16)
+    times, received = [], []
+
+    def forward():
+        output = stage.forward(0, workload.sample(n)[0] if is_first else rows, None, 1.0)
+        received.extend([] if is_last else [torch.empty_like(output)])
+
+    def timed(work):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+
+    _, inputs, weights = bytes_of_parts(
+        torch.device("cpu"),
+        [
+            forward,
+            lambda: timed(lambda: stage.backward_inputs(0, [received.pop()] if received else [])),
+            lambda: timed(lambda: stage.backward_weights(0)),
+        ],
+    )
+    costs = one.profile.at(n)
+    assert times[0] >= costs.backward_inputs_s[span].sum()
+    assert times[1] >= costs.backward_weights_s[span].sum()
+    assert inputs.after == pytest.approx(costs.kept_bytes[span].sum(), rel=1e-3)
+    assert weights.after == pytest.approx(one.profile.parameter_bytes[span].sum(), rel=1e-3)
 
 
 def test_the_shortest_action_is_stretched_to_twenty_milliseconds():

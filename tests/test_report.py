@@ -7,19 +7,22 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from plans import equal_stages
 from playwright.sync_api import Browser, Page, expect
 
-from dashboard import comparisons, figures, sweeps
+from dashboard.charts import comparisons
+from dashboard.charts import many_plans as sweeps
+from dashboard.charts import one_step as figures
 from dashboard.report import comparison_page, report_page
-from gpipe_sim.compare import Comparison, compare_run
-from gpipe_sim.explain import critical_path
-from gpipe_sim.files import parse_yaml
-from gpipe_sim.palette import KIND_NAMES, KINDS
-from gpipe_sim.plan import make_plan
-from gpipe_sim.predict import Prediction, fastest, pareto, predict
-from gpipe_sim.runs import Measured, RunSummary
-from gpipe_sim.simulate import simulate
-from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.base.files import parse_yaml
+from gpipe_sim.explain.predict import Prediction, fastest, pareto, predict
+from gpipe_sim.explain.waterfall import critical_path
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.runs.compare import Comparison, compare_run
+from gpipe_sim.runs.directory import Measured, RunSummary
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.show.palette import KIND_NAMES, KINDS
+from gpipe_sim.step.simulate import simulate
 
 
 def predictions(
@@ -60,6 +63,10 @@ def grid() -> list[Prediction]:
 # --- figures -------------------------------------------------------------------------------------------------------
 
 
+PRESENT = "FRBU"
+"""The kinds of actions of `one`."""
+
+
 def bars_of(figure, kind):
     return next(trace for trace in figure.data if trace.name == KIND_NAMES[kind])
 
@@ -67,24 +74,36 @@ def bars_of(figure, kind):
 def test_gantt_has_one_trace_for_each_kind(one):
     names = [trace.name for trace in figures.gantt(one.step).data]
     assert len(names) == len(set(names))
-    assert set(KIND_NAMES.values()) <= set(names)
+    assert {KIND_NAMES[kind] for kind in PRESENT} <= set(names)
 
 
 def test_gantt_draws_every_action_once(one):
     figure = figures.gantt(one.step)
-    drawn = [name for kind in KINDS for name in bars_of(figure, kind).hovertext]
+    drawn = [name for kind in PRESENT for name in bars_of(figure, kind).hovertext]
     assert sorted(drawn) == sorted(str(action) for timeline in one.step.ranks for action in timeline.actions)
 
 
 def test_gantt_bars_begin_and_last_as_their_actions(one):
     figure = figures.gantt(one.step)
     assert figure.layout.xaxis.title.text == "time, s"
-    for kind in KINDS:
+    for kind in PRESENT:
         bars = bars_of(figure, kind)
         spans = [span for span in one.step.spans() if span.lane == "compute" and span.action.kind == kind]
         assert list(bars.base) == pytest.approx([span.start_s for span in spans])
         assert list(bars.x) == pytest.approx([span.end_s - span.start_s for span in spans])
         assert list(bars.y) == [span.rank for span in spans]
+
+
+def test_gantt_names_the_stage_where_a_rank_has_several_and_draws_later_ones_lighter():
+    step = simulate(equal_stages(4, 4, schedule="zb_v"))
+    figure = figures.gantt(step)
+    assert {trace.name for trace in figure.data} >= {"forward", "backward for the inputs", "backward for the weights"}
+    forwards = bars_of(figure, "F")
+    named = {text.replace("<br>", "") for text in forwards.text}
+    assert named == {f"{stage}F{microbatch}" for stage in range(4) for microbatch in range(4)}
+    colors = {text[0]: color for text, color in zip(forwards.text, forwards.marker.color, strict=True)}
+    assert colors["0"] == colors["1"] == KINDS["F"] == forwards.marker.color[0]
+    assert colors["2"] == colors["3"] != KINDS["F"]
 
 
 def test_gantt_counts_short_steps_in_milliseconds():
@@ -184,6 +203,37 @@ def test_heatmap_shows_the_fastest_plan_of_a_cell_and_says_so(metric):
     assert "the fastest that fits of 2" in fits.hovertext[0][0]
 
 
+def test_facets_have_one_scale_and_mark_the_plan_on_screen_and_the_best():
+    found = predictions(K="[2, 4]", M="[1, 8]", checkpoint="[never, always]", memory="1 TB")
+    here, best = found[1], fastest(found)
+    chart = sweeps.facets(found, "step_time_s", here)
+    maps = [trace for trace in chart.data if trace.type == "heatmap" and trace.name == "fits"]
+    assert [trace.customdata[0][0] for trace in maps] == ["never", "always"]
+    assert {trace.coloraxis for trace in maps} == {"coloraxis"}
+    (frame,) = chart.layout.shapes
+    columns, rows = ([1, 8], [2, 4])
+    middle = (columns.index(here.plan.num_microbatches), rows.index(here.plan.num_ranks))
+    assert ((frame.x0 + frame.x1) / 2, (frame.y0 + frame.y1) / 2) == middle
+    assert {"y": "never", "y2": "always"}[frame.yref] == here.plan.checkpoint[0]
+    (star,) = [
+        (trace.customdata[0][0], K, M)
+        for trace in maps
+        for K, cells in zip(trace.y, trace.text, strict=True)
+        for M, text in zip(trace.x, cells, strict=True)
+        if "\u2605" in text
+    ]
+    assert star == (best.plan.checkpoint[0], str(best.plan.num_ranks), str(best.plan.num_microbatches))
+
+
+def test_the_axes_of_time_against_memory_show_what_fits(grid):
+    fitting = [prediction for prediction in grid if prediction.fits]
+    assert 0 < len(fitting) < len(grid)
+    chart = sweeps.time_memory(grid, grid[0].plan.memory_limit)
+    points = next(trace for trace in chart.data if trace.name == "fits")
+    assert chart.layout.xaxis.range[1] == pytest.approx(1.15 * max(points.x))
+    assert chart.layout.yaxis.range[1] >= max(points.y)
+
+
 def test_the_front_holds_what_no_other_plan_beats_in_both(grid):
     front = pareto(grid)
     for prediction in grid:
@@ -280,7 +330,7 @@ def test_report_of_a_sweep_has_table_heat_maps_and_the_fastest_plan_that_fits(op
     assert page.locator("tbody tr").count() == len(grid)
     assert page.locator("tr.over").count() == sum(not prediction.fits for prediction in grid)
     best = fastest(grid)
-    assert page.locator("tr.best td").first.inner_text() == str(best.plan.num_stages)
+    assert page.locator("tr.best td").first.inner_text() == str(best.plan.num_ranks)
     assert page.locator("h2").first.inner_text() == f"The fastest plan that fits: {best.settings}"
 
 
@@ -346,7 +396,7 @@ def test_predicted_and_measured_lie_over_each_other_in_one_chart(one):
     """The measured strip of a rank lies below its predicted one, each action as long as it took."""
     slower = simulate(replace(one.plan, profile=replace(one.plan.profile, action_overhead_s=1e-4)), memory=False)
     chart = comparisons.timelines(compare_run(one.plan, Measured(device="cpu", engine="gpipe", steps=(slower,))))
-    for kind, name in KIND_NAMES.items():
+    for kind, name in ((kind, KIND_NAMES[kind]) for kind in PRESENT):
         above, below = (trace for trace in chart.data if trace.name == name)
         for bars, step in ((above, one.step), (below, slower)):
             spans = [span for span in step.spans() if span.lane == "compute" and span.action.kind == kind]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_sim.catalog import LINKS, Link, find_device
-from gpipe_sim.files import Document, InputError, parse_yaml
-from gpipe_sim.scenario import Layers, ProfileModel, PythonModel, Transformer
-from gpipe_sim.sweep import load_scenario, parse_scenario
+from gpipe_sim.base.files import Document, InputError, parse_yaml
+from gpipe_sim.scenario.catalog import LINKS, Link, find_device
+from gpipe_sim.scenario.reading import load_scenario, parse_scenario
+from gpipe_sim.scenario.schema import Layers, ProfileModel, PythonModel, Transformer
 
 EXAMPLE = """\
 name: transformer48_8xa100
@@ -170,16 +170,51 @@ def test_a_python_model_is_named_by_its_function_and_needs_a_profile():
     assert "is missing" in found.message
 
 
+def test_a_preset_is_all_of_a_model():
+    model = read(with_model("{kind: transformer, preset: Llama-2-7B, layers: 4}"))[0].model
+    assert (model.preset, model.layers, model.hidden, model.norm, model.sequence) == (
+        "llama-2-7b",
+        4,
+        4096,
+        "rms",
+        4096,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("positions=rotary", "head_width=63"), "model.head_width: makes heads of width 63, expected an even width"),
+        (("positions=learned", "context=8"), "model.sequence: found 1024, expected at most the 8 positions of context"),
+    ],
+)
+def test_positions_are_possible(overrides, told):
+    with pytest.raises(InputError, match=re.escape(told)):
+        read(EXAMPLE, *(f"model.{override}" for override in overrides))
+
+
+def test_what_an_unknown_preset_would_have_said_is_not_told_as_missing():
+    found = problem(with_model("{kind: transformer, preset: bert}"))
+    assert found.field == "model.preset"
+    assert "llama-2-7b" in found.message
+
+
 @pytest.mark.parametrize("attention", ["classic", "flash"])
 def test_a_transformer_takes_either_kind_of_attention(attention):
     assert read(EXAMPLE, f"model.attention={attention}")[0].model.attention == attention
+
+
+def test_the_runtime_of_a_gpu_keeps_some_of_its_memory_unless_told_otherwise():
+    text = "model: {kind: profile, path: p.json}\nbatch: 8\ncluster: {device: a100-80gb, link: pcie4}\n"
+    assert read(text)[0].cluster.memory_limit == 78.5 * 2**30
+    assert read(text, "cluster.memory_reserve=0 GiB")[0].cluster.memory_limit == 80 * 2**30
 
 
 def test_what_a_scenario_leaves_out_has_a_default():
     scenario = read("model: {kind: profile, path: p.json}\nbatch: 8\ncluster: {device: cpu, link: pcie4}\n")[0]
     assert (scenario.name, scenario.dtype, scenario.optimizer) == ("s", "bf16", "adam")
     cluster, plan = scenario.cluster, scenario.plan
-    assert (cluster.memory_reserve, cluster.nodes, cluster.num_devices, cluster.overlap) == (0, 1, None, True)
+    assert (cluster.reserve, cluster.nodes, cluster.num_devices, cluster.overlap) == (0, 1, None, True)
     assert (cluster.network, cluster.cores, cluster.jitter) == (None, None, None)
     assert (cluster.links, cluster.slowdown) == ({}, {})
     assert (plan.stages, plan.microbatches, plan.checkpoint, plan.schedule) == (None, None, "always", "gpipe")
@@ -390,6 +425,10 @@ MISTAKES = [
     ("kind: transformer", "kind: resnet", "model.kind", "'resnet'", "transformer, layers, profile, python"),
     ("  layers: 48", "  layers: -1", "model.layers", "-1", "at least 1"),
     ("heads: 32", "heads: 33", "model.heads", "33", "a divisor of hidden 2048"),
+    ("ffn: 8192", "kv_heads: 5", "model.kv_heads", "5", "a divisor of the 32 heads"),
+    ("ffn: 8192", "norm: batch", "model.norm", "'batch'", "layer, rms"),
+    ("ffn: 8192", "gated: 1", "model.gated", "1", "true or false"),
+    ("ffn: 8192", "preset: lama-2-7b", "model.preset", "'lama-2-7b'", "did you mean 'llama-2-7b'?"),
     ("sequence: 1024", "sequence: 1 k", "model.sequence", "'1 k'", "a whole number"),
     ("ffn: 8192", "attention: linear", "model.attention", "'linear'", "classic, flash"),
     ("device: a100-80gb", "device: a100-80", "cluster.device", "'a100-80'", "did you mean 'a100-80gb'?"),
@@ -468,7 +507,7 @@ def test_a_misspelt_key_is_told_with_the_key_that_was_meant(right, wrong, field)
 def test_a_key_like_no_other_is_told_with_all_that_there_are():
     told = problem(EXAMPLE + "  zzz: 1\n")
     assert told.where == f"s.yaml:{line_of('zzz', EXAMPLE + 'zzz')}"
-    assert "expected one of stages, microbatches" in told.message
+    assert "expected one of stages, stages_per_rank, microbatches" in told.message
 
 
 @pytest.mark.parametrize(
@@ -524,9 +563,18 @@ def test_a_mistake_in_a_layer_by_hand_is_told_at_that_layer():
     text = changed("forward: 2 ms", "forward: 2", BY_HAND)
     told = problem(text)
     assert (told.where, told.field) == (f"s.yaml:{line_of('forward: 2', text)}", "model.layers.1.forward")
-    text = changed("saved: 2 MiB", "kept: 2 MiB", BY_HAND)
+    text = changed("saved: 2 MiB", "stored: 2 MiB", BY_HAND)
     told = problem(text)
-    assert (told.where, told.field) == (f"s.yaml:{line_of('kept', text)}", "model.layers.0.kept")
+    assert (told.where, told.field) == (f"s.yaml:{line_of('stored', text)}", "model.layers.0.stored")
+
+
+@pytest.mark.parametrize(("written", "most"), [("", "4.00 ms"), ("\n      backward: 3 ms", "3.00 ms")])
+def test_the_weights_part_of_a_backward_is_no_more_than_all_of_it(written, most):
+    text = changed("forward: 2 ms", f"forward: 2 ms{written}\n      backward_weights: 5 ms", BY_HAND)
+    told = problem(text)
+    assert (told.where, told.field) == (f"s.yaml:{line_of('5 ms', text)}", "model.layers.1.backward_weights")
+    assert told.message == f"found 5.00 ms, expected at most backward, {most}"
+    assert read(text.replace("5 ms", most))
 
 
 def test_a_model_of_no_layers_is_wrong():
@@ -554,7 +602,11 @@ def test_a_function_is_named_by_module_and_name(function):
         (["plan.stages=2", "plan.balance=[17, 17, 17]"], "plan.balance", "each of 2 stages"),
         (["plan.stages=2", "plan.balance=[25, 25]"], "plan.balance", "adds up to 50, expected the model's 51"),
         (["plan.stages=2", "plan.checkpoint={per_stage: [always]}"], "plan.checkpoint", "each of 2 stages"),
-        (["plan.stages=2", "plan.placement=[1, 1]"], "plan.placement", "a different rank for each stage"),
+        (
+            ["plan.stages=4", "plan.stages_per_rank=2", "plan.placement=[1, 1, 1, 0]"],
+            "plan.placement",
+            "each rank 2 times",
+        ),
         (["plan.stages=2", "plan.placement=[0, 1, 2]"], "plan.placement", "2 ranks, one for each stage"),
         (["plan.stages=2", "plan.placement=[0, 8]"], "plan.placement", "at most 7"),
     ],
@@ -709,7 +761,7 @@ def test_an_override_is_a_path_and_a_value(override):
 @pytest.mark.parametrize(
     ("override", "field", "words"),
     [
-        ("plan.stage=2", "plan.stage", "did you mean 'stages'?"),
+        ("plan.stags=2", "plan.stags", "did you mean 'stages'?"),
         ("pln.stages=2", "pln", "did you mean 'plan'?"),
         ("batch.size=2", "batch", "no keys to set"),
         ("plan.stages.9=2", "plan.stages.9", "no such entry"),

@@ -2,34 +2,55 @@
 
 import gc
 import itertools
+import os
+import re
+import subprocess
+import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import layers, random_plans, scenario
+from plans import ONE_STAGE, layers, random_plans, scenario
 
-import gpipe_sim.cuts
-import gpipe_sim.search
-from gpipe_sim.advise import advise, certainty, describe, remedies, sensitivities
-from gpipe_sim.cuts import Frame
-from gpipe_sim.evaluate import evaluate
-from gpipe_sim.files import Document, InputError
-from gpipe_sim.intervals import Intervals
-from gpipe_sim.metrics import step_metrics
-from gpipe_sim.partition import partition
-from gpipe_sim.plan import Plan, make_plan, stage_costs
-from gpipe_sim.predict import predict
-from gpipe_sim.scenario import Scenario
-from gpipe_sim.schedule import SCHEDULES
-from gpipe_sim.search import Candidate, front, search
-from gpipe_sim.simulate import simulate
-from gpipe_sim.space import Space, space_of
-from gpipe_sim.sweep import load_scenario, parse_scenario, shipped_scenarios
+import gpipe_sim.search.cuts
+import gpipe_sim.search.question
+from gpipe_sim.base.files import Document, InputError
+from gpipe_sim.explain.predict import predict
+from gpipe_sim.make.making import make_plan, stage_costs
+from gpipe_sim.plan.figures import rank_work_s
+from gpipe_sim.plan.orders import SCHEDULES
+from gpipe_sim.plan.partition import partition
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.reading import load_scenario, parse_scenario, shipped_scenarios
+from gpipe_sim.scenario.schema import Scenario
+from gpipe_sim.search.advise import advise, certainty, describe, remedies, schedule_sentence, sensitivities
+from gpipe_sim.search.choices import Space, is_plain
+from gpipe_sim.search.choices import space_of as whole_space_of
+from gpipe_sim.search.cuts import Cutter
+from gpipe_sim.search.judge import Candidate
+from gpipe_sim.search.order import stage_orders
+from gpipe_sim.search.question import Question
+from gpipe_sim.search.rough import RoughBounds
+from gpipe_sim.search.search import explore, front, search
+from gpipe_sim.search.searcher import Searcher
+from gpipe_sim.search.setups import FASTEST_FIRST, Setup, open_placements, setups_of
+from gpipe_sim.step.evaluate import evaluate, obstacle
+from gpipe_sim.step.metrics import step_metrics
+from gpipe_sim.step.simulate import simulate
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: one of them is called as our page is
+import oracle
+
+
+def space_of(points: Sequence[Scenario]) -> Space:
+    """Pipelines with one stage on each rank and whole backwards: what bounds and proofs are about."""
+    return replace(whole_space_of(points), beyond=(), is_joint=False)
 
 
 def problem(rng: np.random.Generator, **cluster: Any) -> Space:
@@ -58,12 +79,20 @@ def problem(rng: np.random.Generator, **cluster: Any) -> Space:
         }
         | cluster,
     }
-    return space_of([scenario(data)])
+    return replace(space_of([scenario(data)]), microbatches=(1, 2, data["batch"]), windows=(2,))
 
 
 def every_plan(space: Space) -> list[Plan]:
-    found = gpipe_sim.search._Search(space)
-    return [plan for frame in found.frames() for plan in found.possibilities(frame)]
+    known = Searcher(space)
+    plans = []
+    for setup in setups_of(space, known.profile.num_layers):
+        K = setup.num_stages
+        modes = list(itertools.product(FASTEST_FIRST, repeat=K))
+        if space.checkpoints is not None:
+            modes = [(one,) * K for one in space.checkpoints if isinstance(one, str)]
+        cuts = oracle.every_cut(known.profile.num_layers, K)
+        plans += [known.plan(setup, cut, chosen) for cut in cuts for chosen in modes]
+    return plans
 
 
 def best_of_all(space: Space) -> float | None:
@@ -81,6 +110,18 @@ def best_found(space: Space) -> float | None:
     return min((candidate.step_time_s for candidate in search(space) if candidate.fits), default=None)
 
 
+def test_a_search_does_not_depend_on_how_python_hashes():
+    """Sets and dicts by name are walked in another order in another process."""
+    scenario = shipped_scenarios() / "bandwidth_wall.yaml"
+    asked = ["--set", "cluster.network=10gbit", "--set", "plan={stages: [1, 2], microbatches: [16, 32, 64]}"]
+    command = [sys.executable, "-m", "gpipe_sim.cli", "plan", str(scenario), *asked, "--json"]
+    started = [
+        subprocess.Popen(command, env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE) for seed in "123"
+    ]
+    first, *others = [process.communicate()[0] for process in started]
+    assert first and others == [first, first]
+
+
 @settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_a_small_space_is_solved_exactly(seed):
@@ -88,32 +129,98 @@ def test_a_small_space_is_solved_exactly(seed):
     assert best_found(space) == best_of_all(space)
 
 
-def test_a_space_too_large_to_enumerate_is_solved_nearly_exactly(monkeypatch):
-    """Forbidden to enumerate, the search must come close to what enumeration finds."""
+def test_without_branch_and_bound_the_answer_is_nearly_exact(monkeypatch):
+    """Forbidden to prove anything, the search must come close to what enumeration finds."""
     gaps, missed = [], 0
-    for seed in range(25):
+    for seed in range(12):
         space = problem(np.random.default_rng(seed))
         best = best_of_all(space)
-        monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", -1)
+        monkeypatch.setattr(gpipe_sim.search.question, "PROVE_WORK", 0)
         found = best_found(space)
         monkeypatch.undo()
         missed += found is None and best is not None
         if best is not None and found is not None:
             gaps.append(found / best - 1)
             assert gaps[-1] >= -1e-12, "nothing is better than the best"
-    assert missed <= 1, "of cases in which some plan fits, only just, and it did not find it"
-    assert np.mean(gaps) < 0.005
-    assert max(gaps) < 0.05
+    assert missed == 0
+    assert np.mean(gaps) < 0.002
+    assert max(gaps) < 0.02
 
 
-@pytest.mark.parametrize("enumerated", [gpipe_sim.search.ENUMERATED, -1])
-def test_layers_that_take_no_memory_are_searched_and_the_search_ends(monkeypatch, enumerated):
+def test_layers_that_take_no_memory_are_searched_and_the_search_ends():
     """There is no plan with less memory than none, so the front is a single point."""
-    monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", enumerated)
     weightless = TRANSFORMER | {"model": layers([0.001] * 4, [0.002] * 4), "plan": {"schedule": "gpipe"}}
     (only,) = front(search(space_of([scenario(weightless)])))
     assert only.peak_bytes == 0
     assert only.plan.num_stages == 4
+
+
+@pytest.mark.parametrize("family", oracle.FAMILIES)
+def test_the_search_is_never_worse_than_its_oracles(family):
+    """The first small case of what `benchmarks/oracle.py` measures."""
+    for case in itertools.islice(oracle.FAMILIES[family](True), 1):
+        outcome = oracle.judged(case)
+        assert not outcome.is_worse, f"{case.name}: {outcome.ours} s, but {outcome.oracle} s is possible"
+
+
+@pytest.mark.parametrize(
+    ("field", "few", "many"),
+    [
+        ("window", [2], [1, 2, "all"]),
+        ("backward", ["reverse"], ["fifo", "reverse"]),
+        ("schedule", ["gpipe"], ["gpipe", "1f1b"]),
+        ("stages", [3], [2, 3, 4]),
+        ("checkpoint", ["always"], ["never", "always"]),
+    ],
+)
+def test_more_choices_never_make_the_answer_slower(field, few, many):
+    cluster = TRANSFORMER["cluster"] | {"memory_reserve": "77 GiB", "link": {"bandwidth": "5 GB/s", "latency": "1 ms"}}
+    plan = {"stages": 4, "microbatches": [4, 8], "schedule": "gpipe"}
+    data = TRANSFORMER | {"cluster": cluster}
+    fewer, more = (best_found(space_from(data | {"plan": plan | {field: values}})) for values in (few, many))
+    assert fewer is None or more <= fewer * (1 + 1e-9)
+
+
+def test_nothing_fits_is_said_only_with_a_proof():
+    """With a little more than the least that was proven, some plan fits; with less, none does, for certain."""
+    space = problem(np.random.default_rng(3))
+    least = min(metrics.peak_memory_bytes.max() for metrics in evaluate(every_plan(space)))
+    for memory, fits in ((least, True), (least - 1, False)):
+        device = replace(space.scenario.cluster.device, memory=float(memory))
+        cluster = space.scenario.cluster.model_copy(update={"device": device, "memory_reserve": 0.0})
+        findings = explore(replace(space, scenario=replace(space.scenario, cluster=cluster)))
+        assert any(candidate.fits for candidate in findings.candidates) == fits
+        assert fits or findings.is_exact
+
+
+def test_a_slow_rank_is_left_out_or_moved():
+    slow = TRANSFORMER | {"cluster": TRANSFORMER["cluster"] | {"slowdown": {1: 10.0}}}
+    best = next(c for c in search(space_of([scenario(slow | {"plan": {"microbatches": 8}})])) if c.fits)
+    assert best.plan.num_stages == 3
+    assert 1 not in best.plan.placement
+    in_order = next(
+        c for c in search(space_of([scenario(slow | {"plan": {"placement": "auto", "microbatches": 8}})])) if c.fits
+    )
+    assert best.step_time_s < 0.7 * in_order.step_time_s
+
+
+def test_placements_that_differ_only_in_names_are_tried_once():
+    alike = ((1.0, 0),) * 4
+    assert open_placements(3, alike) == ((0, 1, 2),)
+    one_slow = ((1.0, 0), (1.0, 0), (5.0, 0), (1.0, 0))
+    assert set(open_placements(2, one_slow)) == {(0, 1), (0, 2), (2, 0)}
+    two_nodes = tuple((1.0, rank // 4) for rank in range(8))
+    assert (0, 1, 2) in open_placements(3, two_nodes)
+
+
+def test_a_search_is_bounded_and_repeats_itself():
+    space = with_plan()
+    first, second = ([(c.step_time_s, c.plan.balance) for c in search(space)] for _ in range(2))
+    assert first == second
+    searcher = Searcher(space)
+    Question(searcher, np.inf, 1).answer()
+    most = 2 * (gpipe_sim.search.question.SCAN_WORK + gpipe_sim.search.question.IMPROVE_WORK)
+    assert searcher.judge.work < most + 2 * gpipe_sim.search.question.PROVE_WORK
 
 
 @settings(max_examples=10)
@@ -129,7 +236,8 @@ def test_the_front_holds_no_plan_that_another_beats_in_both(seed):
 @given(st.integers(0, 10**6))
 def test_the_fastest_cut_is_never_slower_than_the_most_even_one(seed):
     """The partition minimises the largest stage; the search minimises the step."""
-    space = replace(problem(np.random.default_rng(seed)), microbatches=(4,), stages=(2, 3), checkpoints=("never",))
+    space = problem(np.random.default_rng(seed))
+    space = replace(space, microbatches=(4,), stages=(2, 3), checkpoints=("never",), placements=(None,))
     best = min(candidate.step_time_s for candidate in search(space))
     for plan in {plan.num_stages: plan for plan in every_plan(space)}.values():
         slowdowns = [plan.slowdown(stage) for stage in range(plan.num_stages)]
@@ -165,7 +273,7 @@ def test_what_is_fixed_stays_and_what_is_left_out_is_searched():
     free = with_plan()
     assert free.stages == (1, 2, 3, 4)
     assert free.checkpoints is None
-    assert free.schedules == tuple(SCHEDULES)
+    assert free.schedules == tuple(filter(is_plain, SCHEDULES))
     balanced = with_plan(balance=[4, 4, 4, 3], microbatches=8)
     assert {candidate.plan.balance for candidate in search(balanced)} == {(4, 4, 4, 3)}
 
@@ -173,14 +281,17 @@ def test_what_is_fixed_stays_and_what_is_left_out_is_searched():
 def test_a_schedule_that_someone_adds_is_searched_too(monkeypatch):
     """With links that take long, 1f1b with twice the warm-up waits less than 1f1b, and `gpipe plan` finds out."""
 
-    def eager(stage, num_stages, num_microbatches, backward):
-        ahead = min(2 * (num_stages - 1 - stage), num_microbatches)
-        order = [("F", m) for m in range(ahead)]
+    def order(position, num_ranks, stages_per_rank, num_microbatches, backward):
+        ahead = min(2 * (num_ranks - 1 - position), num_microbatches)
+        yield from (("F", position, m) for m in range(ahead))
         for m in range(num_microbatches):
-            order += [("F", m + ahead)] if m + ahead < num_microbatches else []
-            order.append(("B", m))
-        return iter(order)
+            if m + ahead < num_microbatches:
+                yield "F", position, m + ahead
+            yield "B", position, m
 
+    eager = replace(
+        SCHEDULES["1f1b"], name="eager", order=order, in_flight=lambda p, s, K, v, M: min(2 * (K - 1 - p) + 1, M)
+    )
     monkeypatch.setitem(SCHEDULES, "eager", eager)
     cluster = TRANSFORMER["cluster"] | {"link": {"bandwidth": "10 GB/s", "latency": "2 ms"}}
     found = search(space_of([scenario(TRANSFORMER | {"cluster": cluster, "plan": {"stages": 4, "microbatches": 16}})]))
@@ -200,7 +311,8 @@ def test_stages_without_a_number_of_devices_are_a_mistake_at_its_line():
 
 def test_devices_and_links_of_different_speed_are_honoured():
     """A slow device gets fewer layers, and a slow edge is cut where little crosses."""
-    slow = TRANSFORMER | {"cluster": TRANSFORMER["cluster"] | {"slowdown": {2: 2.0}}, "plan": {"stages": 4}}
+    plan = {"stages": 4, "placement": "auto"}
+    slow = TRANSFORMER | {"cluster": TRANSFORMER["cluster"] | {"slowdown": {2: 2.0}}, "plan": plan}
     best = next(c for c in search(space_of([scenario(slow)])) if c.fits)
     assert best.plan.balance[2] < min(best.plan.balance[1], best.plan.balance[3])
 
@@ -315,7 +427,7 @@ def test_the_planner_is_never_worse_than_a_sweep_of_the_same_scenario(path):
     for points in choices(path):
         swept = [Candidate(plan, step_metrics(simulate(plan))) for plan in map(make_plan, points)]
         best = min((c.step_time_s for c in swept if c.fits), default=np.inf)
-        found = min((c.step_time_s for c in search(space_of(points)) if c.fits), default=np.inf)
+        found = min((c.step_time_s for c in search(whole_space_of(points)) if c.fits), default=np.inf)
         assert found <= best * (1 + 1e-9)
 
 
@@ -333,8 +445,7 @@ def test_more_stages_than_groups_of_layers_are_searched_too():
     assert found[0].step_time_s <= predict(make_plan(point)).step_time_s * (1 + 1e-9)
 
 
-def test_a_given_cut_is_searched_for_every_number_of_micro_batches(monkeypatch):
-    monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", -1)
+def test_a_given_cut_is_searched_for_every_number_of_micro_batches():
     space = with_plan(balance=[4, 4, 4, 3])
     best = min((c for c in search(space) if c.fits), key=lambda c: c.step_time_s)
     assert best.plan.balance == (4, 4, 4, 3)
@@ -351,9 +462,7 @@ def test_an_automatic_cut_in_a_list_of_cuts_is_any_cut():
     ("field", "values"),
     [("window", [1, "all"]), ("backward", ["fifo", "reverse"]), ("placement", [[0, 1, 2, 3], [3, 1, 2, 0]])],
 )
-@pytest.mark.parametrize("enumerated", [gpipe_sim.search.ENUMERATED, -1])
-def test_the_best_of_a_list_is_chosen(monkeypatch, enumerated, field, values):
-    monkeypatch.setattr(gpipe_sim.search, "ENUMERATED", enumerated)
+def test_the_best_of_a_list_is_chosen(field, values):
     cluster = TRANSFORMER["cluster"] | {"link": {"bandwidth": "2 GB/s", "latency": "5 us"}, "slowdown": {3: 1.3}}
     plan = {"stages": 4, "microbatches": 8, "schedule": "gpipe", "checkpoint": "always"}
     data = TRANSFORMER | {"cluster": cluster, "batch": 30}
@@ -370,71 +479,82 @@ def test_the_best_of_a_list_is_chosen(monkeypatch, enumerated, field, values):
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6))
-def test_that_stages_are_tried_only_up_to_a_longest_changes_no_promise(seed):
+def test_no_cut_beats_the_bound_also_where_stages_are_tried_only_up_to_a_longest(seed):
     """Layers of very different costs make long stages of cheap ones; what a stage beyond the longest could do better
     must be noticed."""
     rng = np.random.default_rng(seed)
-    seconds = rng.lognormal(0, 2, rng.integers(8, 40)).round(3)
-    saved = rng.lognormal(0, 2, len(seconds)).round(3) * 1e6
+    num_layers, num_stages = int(rng.integers(8, 13)), int(rng.integers(2, 5))
+    seconds = rng.lognormal(0, 2, num_layers).round(3)
     cluster = TRANSFORMER["cluster"] | {"devices_per_node": 8, "slowdown": {1: 1.5} if rng.random() < 0.3 else {}}
-    model = layers(seconds.tolist(), (2 * seconds).tolist(), saved=saved.tolist(), parameters=1e6)
-    data = TRANSFORMER | {"model": model, "cluster": cluster, "batch": 8}
-    searcher = gpipe_sim.search._Search(space_of([scenario(data)]))
-    limit = float(rng.choice([saved.max() * 3, saved.sum() * 8, np.inf]))
-
-    def promised() -> dict[Frame, tuple[float, tuple[int, ...], tuple[str, ...]]]:
-        plans = [(promise.step_time_s, promise.plan()) for promise in searcher.cutter.promises(limit)]
-        assert all(before[0] <= after[0] * (1 + 1e-12) for before, after in itertools.pairwise(plans))
-        return {Frame.of(plan): (seconds, plan.balance, plan.checkpoint) for seconds, plan in plans}
-
-    found = promised()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpipe_sim.cuts, "_LONGER", 10**6)
-        assert found == promised()
+    model = layers(seconds.tolist(), (2 * seconds).tolist(), parameters=1e6)
+    plan = {"stages": num_stages, "microbatches": 4, "checkpoint": "never"}
+    made = make_plan(scenario(TRANSFORMER | {"model": model, "cluster": cluster, "batch": 8, "plan": plan}))
+    every = evaluate([replace(made, balance=cut) for cut in oracle.every_cut(num_layers, num_stages)], memory=False)
+    best_s = min(metrics.step_time_s for metrics in every)
+    borders = tuple(range(num_layers + 1))
+    for all_lengths in (gpipe_sim.search.cuts._ALL_LENGTHS, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpipe_sim.search.cuts, "_ALL_LENGTHS", all_lengths)
+            found = Cutter(made.scenario, made.profile).outlook(Setup.of(made), borders, None, np.inf)
+        assert found.bound_s <= best_s * (1 + 1e-9)
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**6))
-def test_a_promised_cut_has_the_smallest_bottleneck(seed):
+def test_a_cut_has_the_smallest_bottleneck(seed):
     """Where nothing is sent and memory is plenty, by trying out every cut."""
     rng = np.random.default_rng(seed)
     seconds = rng.lognormal(0, 1, 9).round(3)
-    cluster = TRANSFORMER["cluster"] | {
-        "slowdown": {2: 1.5} if rng.random() < 0.5 else {},
-    }
+    cluster = TRANSFORMER["cluster"] | {"slowdown": {2: 1.5} if rng.random() < 0.5 else {}}
     plan = {"stages": 4, "microbatches": 4}
-    data = TRANSFORMER | {"model": layers(seconds.tolist()), "cluster": cluster, "plan": plan}
-    searcher = gpipe_sim.search._Search(space_of([scenario(data)]))
-    for promise in searcher.cutter.promises(np.inf):
-        cut = promise.plan()
-        cuts = [tuple(np.diff([0, *inner, 9]).tolist()) for inner in itertools.combinations(range(1, 9), 3)]
-        bottlenecks = [replace(cut, balance=balance).busy_s.max() for balance in cuts]
-        assert cut.busy_s.max() == pytest.approx(min(bottlenecks), rel=1e-9)
+    made = make_plan(scenario(TRANSFORMER | {"model": layers(seconds.tolist()), "cluster": cluster, "plan": plan}))
+    found = Cutter(made.scenario, made.profile).cuts(Setup.of(made), tuple(range(10)), None, np.inf)
+    bottlenecks = [
+        rank_work_s(replace(made, balance=cut, checkpoint=("never",) * 4)).max() for cut in oracle.every_cut(9, 4)
+    ]
+    ours = [rank_work_s(replace(made, balance=cut.balance, checkpoint=cut.modes)).max() for cut in found]
+    assert min(ours) == pytest.approx(min(bottlenecks), rel=1e-9)
 
 
-@given(random_plans())
-def test_no_stage_is_ruled_out_that_the_evaluator_finds_to_fit(plan):
-    """What the tables count is a lower bound of the peak; where the largest micro-batches come last, about that."""
-    assume(plan.backward == "fifo" or len(set(plan.sizes)) == 1)
-    searcher = gpipe_sim.search._Search(replace(space_of([plan.scenario]), stages=(plan.num_stages,)))
-    places = searcher.cutter._places(Frame.of(plan), None)
-    cuts = tuple(range(plan.profile.num_layers + 1))
-    intervals = Intervals(plan.profile, plan.scenario.optimizer, cuts, [plan.sizes], plan.profile.num_layers)
-    metrics = step_metrics(simulate(plan))
-    for stage, (place, mine) in enumerate(zip(places, plan.stages, strict=True)):
-        peak = metrics.peak_memory_bytes[plan.ranks.index(plan.placement[stage])] + 9  # of rounding to whole bytes
-        table = intervals.stage(place._replace(mode=plan.checkpoint[stage]), peak)
-        assert table.seconds[0, mine.stop - mine.start - 1, mine.start] < np.inf
+@settings(max_examples=200)
+@given(random_plans(schedules=ONE_STAGE))
+def test_no_plan_is_faster_or_smaller_than_its_bounds(plan):
+    """Bounds of its setup, rough or from tables, hold for every plan of it; so do the bytes of every stage."""
+    setup, metrics = Setup.of(plan), step_metrics(simulate(plan))
+    cutter, borders = Cutter(plan.scenario, plan.profile), tuple(range(plan.profile.num_layers + 1))
+    rough = RoughBounds(plan.scenario, plan.profile, [plan.num_microbatches]).of(setup, plan.checkpoint)
+    for bound_s in (rough.bound_s, cutter.outlook(setup, borders, plan.checkpoint, np.inf).bound_s):
+        assert bound_s <= metrics.step_time_s * (1 + 1e-9)
+    tables = cutter.tables(borders, plan.num_microbatches, plan.profile.num_layers)
+    for stage, (at, mine) in enumerate(zip(cutter.positions(setup), plan.stages, strict=True)):
+        peak = metrics.peak_memory_bytes[plan.ranks.index(plan.placement[stage])]
+        assert tables.least_bytes(at, plan.checkpoint[stage])[mine.stop - mine.start - 1, mine.start] <= peak
+
+
+@settings(max_examples=40)
+@given(random_plans(shared=True, schedules=ONE_STAGE))
+def test_without_sharing_nothing_takes_longer(plan):
+    """Which is why plans that share NICs or cores are simulated in the order of that."""
+    if obstacle(plan) is not None:
+        alone = evaluate([plan], effects=gpipe_sim.search.judge.NOT_SHARED, memory=False)[0]
+        assert alone.step_time_s <= step_metrics(simulate(plan)).step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", list(filter(is_plain, SCHEDULES)))
+@pytest.mark.parametrize(("K", "M"), [(1, 1), (3, 2), (4, 8), (8, 5)])
+def test_no_stage_runs_further_ahead_than_the_first(schedule, K, M):
+    """The rough bounds ask only the first stage."""
+    orders = stage_orders(schedule, K, 1 if schedule == "naive" else M, "fifo")
+    assert max(order.before_first for order in orders) == orders[0].before_first
+    assert all(order.before_first <= order.in_flight for order in orders)
 
 
 def test_a_search_leaves_no_tables_behind():
     """They may be large, and a dashboard searches all day."""
-    searcher = gpipe_sim.search._Search(with_plan())
-    searcher.ask(np.inf)
-    made = next(searcher.cutter.promises(np.inf)).plan.args[1]  # type: ignore[attr-defined]
-    assert isinstance(made, Intervals)
-    tables = weakref.ref(made)
-    del searcher, made
+    searcher = Searcher(with_plan())
+    Question(searcher, np.inf, 12).answer()
+    tables = weakref.ref(next(iter(searcher.cutter._tables.values())))
+    del searcher
     gc.collect()
     assert tables() is None
 
@@ -448,3 +568,47 @@ def test_sentences_about_very_many_stages_are_short():
     )
     assert "24 others" in sentences[0]
     assert max(map(len, sentences)) < 600
+
+
+# --- beyond one stage on each rank and whole backwards ---------------------------------------------------------------
+
+
+def four_devices(**plan: Any) -> Space:
+    """Sixteen equal layers whose backwards split, on four devices."""
+    model = layers([0.01] * 16, [0.02] * 16, [1e5] * 16, [1e6] * 16, weights=[0.01] * 16)
+    cluster = {"device": {"memory": "1 GB"}, "devices_per_node": 4, "link": {"bandwidth": "10 GB/s"}}
+    data = {"name": "s", "model": model, "batch": 16, "dtype": "fp32", "cluster": cluster, "plan": plan}
+    return whole_space_of([scenario(data)])
+
+
+def test_interleaved_and_split_schedules_are_searched_where_the_schedule_is_left_open():
+    space = four_devices(microbatches=8)
+    assert {name for name, _ in space.beyond} == {name for name in SCHEDULES if not is_plain(name)}
+    best = next(candidate for candidate in search(space) if candidate.fits)
+    plain = next(candidate for candidate in search(replace(space, beyond=())) if candidate.fits)
+    assert best.step_time_s < plain.step_time_s
+    assert SCHEDULES[best.plan.schedule].splits
+    assert best.step_time_s == pytest.approx(step_metrics(simulate(best.plan)).step_time_s)
+
+
+def test_a_schedule_with_several_stages_on_each_rank_can_be_asked_for():
+    found = search(four_devices(schedule="interleaved_1f1b", stages_per_rank=2, microbatches=8))
+    assert {candidate.plan.schedule for candidate in found} == {"interleaved_1f1b"}
+    assert {candidate.plan.stages_per_rank for candidate in found} == {2}
+    assert max(candidate.plan.num_ranks for candidate in found) == 4
+
+
+def test_stages_that_are_given_stay_however_many_a_rank_holds():
+    found = search(four_devices(stages=8, stages_per_rank=[2], schedule="interleaved_1f1b", microbatches=8))
+    assert {(candidate.plan.num_stages, candidate.plan.num_ranks) for candidate in found} == {(8, 4)}
+
+
+def test_a_sentence_says_what_another_schedule_would_bring_and_cost():
+    sentence = schedule_sentence(advise(four_devices(schedule="1f1b", stages=4, microbatches=8)))
+    assert sentence is not None
+    assert re.match(r"With \w+ .*a step would take .* instead of .*less\), with .* of memory instead of", sentence)
+
+
+def test_a_file_leaves_nothing_to_search():
+    with pytest.raises(InputError, match="which is one plan"):
+        four_devices(schedule="own.csv")

@@ -14,11 +14,12 @@ from plans import scenario
 
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
-from gpipe_exec import Pipeline  # noqa: E402
+from gpipe_exec import Pipeline, read_model  # noqa: E402
+from gpipe_exec.engine.checkpoint import whole_checkpoints  # noqa: E402
 from gpipe_exec.layers import build_workload, load_workload  # noqa: E402
-from gpipe_sim.plan import make_plan  # noqa: E402
-from gpipe_sim.planfile import save_plan  # noqa: E402
-from gpipe_sim.profile import COLUMNS, Profile  # noqa: E402
+from gpipe_sim.cost.profile import COLUMNS, Profile  # noqa: E402
+from gpipe_sim.make.making import make_plan  # noqa: E402
+from gpipe_sim.make.planfile import save_plan  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -79,17 +80,21 @@ class OneProcess:
         inputs, targets = self.batch(EXAMPLE["UNSEEN"])
         return float(self.loss(self.layers(inputs), targets))
 
-    def checkpoint(self, step, loss_before):
-        states = self.optimizer.state_dict()["state"]
-        names = [name for name, _ in self.layers.named_parameters()]
-        state = {"model": self.layers.state_dict(), "optimizer": {names[i]: states[i] for i in states}}
-        return state | {"step": step, "loss_before": loss_before}
+    def save(self, folder, step, loss_before):
+        """As a pipeline of one rank, which has no other part to wait for."""
+        pipe = Pipeline(self.layers, EXAMPLE["plan_for"](1), self.loss)
+        pipe.save(folder, self.optimizer, step, {"loss_before": loss_before})
+        pipe.close()
+
+
+def last_step(folder):
+    return int(whole_checkpoints(folder)[-1].name)
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """A checkpoint of a run that was interrupted while it trained, with what the run printed, and its errors."""
-    path = tmp_path_factory.mktemp("interrupted") / "model.pt"
+    path = tmp_path_factory.mktemp("interrupted") / "checkpoints"
     process = subprocess.Popen(
         command(2, "--steps", 1_000_000, "--checkpoint", path),
         env=ENVIRONMENT,
@@ -106,8 +111,8 @@ def interrupted(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(interrupted, tmp_path_factory):
     """A checkpoint of a run of more steps than the interrupted one, and the loss before and after them."""
-    path = tmp_path_factory.mktemp("uninterrupted") / "model.pt"
-    num_steps = max(30, torch.load(interrupted[0], weights_only=True)["step"] + 10)
+    path = tmp_path_factory.mktemp("uninterrupted") / "checkpoints"
+    num_steps = max(30, last_step(interrupted[0]) + 10)
     return path, *train(2, "--steps", num_steps, "--checkpoint", path)
 
 
@@ -118,37 +123,35 @@ def test_two_processes_train_and_the_loss_falls(uninterrupted):
 
 def test_an_interrupt_ends_all_ranks_after_the_same_step_and_saves_it(interrupted):
     path, out, err = interrupted
-    step = torch.load(path, weights_only=True)["step"]
-    assert f"stopped after step {step}, start again to go on" in out
+    assert f"stopped after step {last_step(path)}, start again to go on" in out
     assert "train.py" not in err
-    assert [file.name for file in path.parent.iterdir()] == ["model.pt"]
+    assert [file.name for file in path.parent.iterdir()] == ["checkpoints"]
 
 
 def test_an_interrupted_run_ends_exactly_where_an_uninterrupted_one_does(interrupted, uninterrupted, tmp_path):
     path, *losses = uninterrupted
-    expected = torch.load(path, weights_only=True)
-    resumed = Path(shutil.copy(interrupted[0], tmp_path))
-    assert train(2, "--steps", expected["step"], "--checkpoint", resumed) == tuple(losses)
-    found = torch.load(resumed, weights_only=True)
-    assert found["step"] == expected["step"]
-    assert found["model"].keys() == expected["model"].keys()
-    assert all(torch.equal(found["model"][name], expected["model"][name]) for name in expected["model"])
+    resumed = Path(shutil.copytree(interrupted[0], tmp_path / "checkpoints"))
+    assert train(2, "--steps", last_step(path), "--checkpoint", resumed) == tuple(losses)
+    assert last_step(resumed) == last_step(path)
+    found, expected = read_model(resumed), read_model(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_saved_state_loads_into_one_process_and_gives_the_same_loss(uninterrupted):
     path, before, after = uninterrupted
     whole = OneProcess()
     assert whole.evaluate() == pytest.approx(before, abs=2e-6)
-    whole.layers.load_state_dict(torch.load(path, weights_only=True)["model"])
+    whole.layers.load_state_dict(read_model(path))
     assert whole.evaluate() == pytest.approx(after, abs=2e-6)
 
 
 def test_training_that_began_in_one_process_goes_on_in_a_pipeline(tmp_path):
     """Its state and its optimizer's are loaded by two stages, and two more steps there equal two more steps here."""
-    whole, path = OneProcess(), tmp_path / "model.pt"
+    whole, path = OneProcess(), tmp_path / "checkpoints"
     before = whole.evaluate()
     whole.train(range(3))
-    torch.save(whole.checkpoint(step=3, loss_before=before), path)
+    whole.save(path, step=3, loss_before=before)
     whole.train(range(3, 5))
     _, after = train(2, "--steps", 5, "--checkpoint", path)
     assert after == pytest.approx(whole.evaluate(), rel=1e-5)
@@ -196,21 +199,8 @@ def test_a_model_with_another_number_of_layers_than_the_plan_is_an_error(tmp_pat
     assert "error: the model has 5 layers, but the plan was made for 4" in fails("--plan", plan)
 
 
-def test_another_number_of_processes_than_stages_is_an_error(tmp_path):
-    assert "error: 1 process for a plan of 2 stages" in fails("--plan", own_plan(tmp_path))
-
-
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    path, plan = tmp_path / "model.pt", EXAMPLE["plan_for"](1)
-    layers, _, loss = build_workload(plan.scenario)
-    pipe = Pipeline(layers, plan, loss)
-    torch.save({"model": {"0.tokens.weight": torch.zeros(2)}}, path)
-    with pytest.raises(ValueError, match=r"model.pt: not a checkpoint of this model: .*Missing key.*1.norm1.weight"):
-        EXAMPLE["load"](path, pipe, torch.optim.Adam(pipe.parameters()))
-    path.write_text("something else")
-    with pytest.raises(ValueError, match=r"model.pt: not a checkpoint of this model"):
-        EXAMPLE["load"](path, pipe, torch.optim.Adam(pipe.parameters()))
-    pipe.close()
+def test_another_number_of_processes_than_ranks_is_an_error(tmp_path):
+    assert "error: 1 process for a plan of 2 ranks" in fails("--plan", own_plan(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +208,7 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
     [
         (["--steps", "0"], "argument --steps: found 0, expected a whole number above 0"),
         (["--lr", "fast"], "argument --lr: found fast, expected a number above 0"),
-        (["--checkpoint", "/nowhere/model.pt"], "--checkpoint: there is no folder /nowhere"),
+        (["--checkpoint", "/nowhere/checkpoints"], "--checkpoint: there is no folder /nowhere"),
     ],
 )
 def test_a_bad_option_is_an_error(options, message, monkeypatch, capsys):

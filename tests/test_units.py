@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_sim import units
-from gpipe_sim.units import (
+from gpipe_sim.base import units
+from gpipe_sim.base.units import (
     format_bandwidth,
     format_bytes,
     format_compute,

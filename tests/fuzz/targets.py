@@ -10,17 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_sim.compare import compare_run
-from gpipe_sim.files import InputError, read_json, read_yaml
-from gpipe_sim.pipedream import import_pipedream
-from gpipe_sim.plan import Plan, make_plan
-from gpipe_sim.planfile import load_plan, plan_text
-from gpipe_sim.predict import predict
-from gpipe_sim.profile import load_profile, parse_profile
-from gpipe_sim.runs import Measured, parse_measured, save_measured
-from gpipe_sim.simulate import simulate
-from gpipe_sim.sweep import parse_scenario
-from gpipe_sim.terminal import comparison_table, plan_details, results_table
+from gpipe_sim.base.files import InputError, read_json, read_yaml
+from gpipe_sim.cost.pipedream import import_pipedream
+from gpipe_sim.cost.profile import load_profile, parse_profile
+from gpipe_sim.explain.predict import predict
+from gpipe_sim.make.making import make_plan
+from gpipe_sim.make.planfile import load_plan, plan_text
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.runs.compare import compare_run
+from gpipe_sim.runs.directory import Measured, parse_measured, save_measured
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.show.terminal import comparison_table, plan_details, results_table
+from gpipe_sim.step.simulate import simulate
 
 SCENARIO = b"""\
 name: everything

@@ -2,13 +2,10 @@
 
 import time
 
-import torch
 import torch.distributed as dist
 
 from gpipe_exec import leave
-from gpipe_exec.clocks import answer_the_time, ask_the_time, clock_offset
-
-ON_CPU = torch.device("cpu")
+from gpipe_exec.devices.clocks import answer_the_time, ask_the_time, clock_offset
 
 
 def main() -> None:
@@ -17,12 +14,12 @@ def main() -> None:
     for other in range(1, dist.get_world_size()):
         began = time.perf_counter()
         if rank == other:
-            offset = ask_the_time(ON_CPU)
+            offset = ask_the_time()
             assert abs(offset) <= time.perf_counter() - began, "the error is at most the time that it took"
             assert offset != 0.0, "it was really asked for"
         elif rank == 0:
-            answer_the_time(other, ON_CPU)
-    now, offset = clock_offset(ON_CPU)
+            answer_the_time(other)
+    now, offset = clock_offset()
     assert offset == 0.0, "one machine has one clock"
     assert now <= time.perf_counter()
     dist.barrier()

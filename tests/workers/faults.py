@@ -1,13 +1,16 @@
 """A model with a fault: `GPIPE_FAULT=kill:1:B:2` makes rank 1 kill itself at the third backward of its third step.
 
 Ranks are two, of two layers each; micro-batches four; nothing is recomputed, so that a step has four forwards and four
-backwards. Every kind of fault happens in the process itself, at an action of our choice, and never twice.
+backwards. Every kind of fault happens in the process itself, at an action of our choice, and never twice. With `*` for
+a rank all have it. When it happens is noted in the file `GPIPE_FAULT_NOTE`, if there is one.
 """
 
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,6 +34,11 @@ FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "pause": _pause,
     "sleep": lambda: time.sleep(1000),
+    "leave": lambda: os._exit(0),
+    "status": lambda: os._exit(3),
+    "exit": lambda: sys.exit(0),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "surrogate": lambda: (_ for _ in ()).throw(ValueError("half of a \ud800 pair")),
     "raise": lambda: (_ for _ in ()).throw(ZeroDivisionError("the loss has no bottom")),
     "starve": lambda: torch.empty(2**60, dtype=torch.uint8),
 }
@@ -42,7 +50,7 @@ class Fault(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
         kind, faulty, action, microbatch = os.environ.get("GPIPE_FAULT", "none:0:F:0").split(":")
-        self.happen = FAULTS[kind] if rank == int(faulty) and kind in FAULTS else None
+        self.happen = FAULTS[kind] if faulty in (str(rank), "*") and kind in FAULTS else None
         self.action, self.when = action, STEP * MICROBATCHES + int(microbatch)
         self.counts = {"F": 0, "B": 0}
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -56,6 +64,8 @@ class Fault(nn.Module):
 
     def count(self, action: str) -> None:
         if self.happen and action == self.action and self.counts[action] == self.when:
+            if note := os.environ.get("GPIPE_FAULT_NOTE"):
+                Path(note).write_text(repr(time.time()))
             self.happen()
         self.counts[action] += 1
 

@@ -1,7 +1,5 @@
 """Models for `kind: python` in tests: one that works, and ones that go wrong on the second stage after two steps."""
 
-import os
-import signal
 import time
 
 import torch
@@ -49,10 +47,6 @@ def raises():
 
 def starves():
     return _with_trouble(lambda: torch.empty(2**60, dtype=torch.uint8))
-
-
-def dies():
-    return _with_trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def hangs():

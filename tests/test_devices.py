@@ -1,0 +1,129 @@
+"""Devices that work beside the host, without one: spans and deliveries by events, and tensors where they belong."""
+
+import pytest
+from plans import layers, plan
+
+torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
+
+from torch import nn  # noqa: E402
+
+from gpipe_exec import Pipeline  # noqa: E402
+from gpipe_exec.devices.accelerator import available_kind, backend_for, default_device  # noqa: E402
+from gpipe_exec.devices.recorder import Recorder  # noqa: E402
+from gpipe_exec.engine.transport import ByEvents  # noqa: E402
+
+
+class Moment:
+    """An event: it happens when the device comes to it."""
+
+    def __init__(self) -> None:
+        self.at = None
+
+
+class Transfer:
+    """Ends at a time of the device's own."""
+
+    def __init__(self, end_s: float) -> None:
+        self.end_s, self.waited_by = end_s, None
+
+
+class MadeUp:
+    """A device whose work ends later than it is told: each stream has a clock, which the host never waits for."""
+
+    def __init__(self) -> None:
+        self.compute_s, self.told = 0.0, []
+        self.is_done = False
+
+    def work(self, seconds: float) -> None:
+        self.compute_s += seconds
+
+    def mark(self) -> Moment:
+        self.told.append(moment := Moment())
+        moment.at = self.compute_s
+        return moment
+
+    def after(self, transfers) -> Moment:
+        self.told.append(moment := Moment())
+        moment.at = max((transfer.end_s for transfer in transfers), default=self.compute_s)
+        return moment
+
+    def has_happened(self, mark) -> bool:
+        return self.is_done
+
+    def start_clock(self) -> None:
+        self.compute_s = 100.0
+
+    def seconds(self, mark) -> float:
+        assert self.is_done, "an event is read when it has happened"
+        return mark if isinstance(mark, float) else mark.at
+
+    def elapsed_s(self, begin, end) -> float:
+        return self.seconds(end) - self.seconds(begin)
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+
+def test_spans_and_deliveries_are_those_of_the_device_and_not_of_the_host_that_tells_it():
+    device = MadeUp()
+    recorder, deliveries = Recorder(device, enabled=True), ByEvents(device)
+    recorder.begin_step()
+    for microbatch in range(2):
+        waited_from = recorder.mark()
+        device.work(2.0)  # the compute stream waits for a message
+        started = recorder.mark()
+        device.work(5.0)
+        ended = recorder.mark()
+        deliveries.put(microbatch, [(Transfer(device.compute_s + 3.0), torch.zeros(1))])
+        recorder.action(waited_from, started, ended)
+    recorder.end_step([deliveries.at[0], deliveries.at[1]])
+    (step,) = recorder.steps
+    assert step.waited_from == [100.0, 107.0]
+    assert step.start == [102.0, 109.0]
+    assert step.end == [107.0, 114.0]  # the second is not late by the first's delivery
+    assert step.delivered == [110.0, 117.0]
+
+
+def test_what_was_sent_is_held_until_the_device_has_delivered_it():
+    device = MadeUp()
+    deliveries = ByEvents(device)
+    deliveries.put(0, [(Transfer(1.0), torch.zeros(1))])
+    deliveries.reap()
+    assert len(deliveries._held) == 1
+    device.synchronize()
+    deliveries.finish()
+    assert len(deliveries._held) == 0
+
+
+def test_off_a_recorder_asks_nothing_of_the_device():
+    device = MadeUp()
+    recorder = Recorder(device)
+    recorder.begin_step()
+    assert isinstance(recorder.mark(), float)
+    recorder.end_step([])
+    assert device.told == []
+    assert recorder.steps == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_no_tensor_of_a_step_is_on_another_device(schedule):
+    """On the meta device, whose tensors meet no others.
+
+    torch's FakeTensorMode has tensors that say that they are a GPU's, but torch 2.13 without CUDA ends the process as
+    soon as one of them that requires gradients is computed with (its graph asks for CUDA's device guard), and cannot
+    initialise weights there: it does forwards without gradients only, and nothing of a training step.
+    """
+    costs = layers([1.0] * 4, [2.0] * 4, weights=[1.0] * 4)
+    planned = plan(costs, 3, batch=7, schedule=schedule, stages=1)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)]
+    pipe = Pipeline(nn.Sequential(*blocks, nn.LayerNorm(6)), planned, nn.functional.mse_loss, device="meta")
+    assert pipe.step(torch.zeros(7, 6), torch.zeros(7, 6)).device.type == "meta"
+    assert {p.grad.device.type for p in pipe.parameters()} == {"meta"}
+    assert pipe.evaluate(torch.zeros(7, 6), torch.zeros(7, 6)).device.type == "meta"
+
+
+def test_the_device_follows_the_backend_of_the_processes():
+    if available_kind() == "cpu":
+        assert default_device() == torch.device("cpu")
+    assert backend_for(torch.device("cpu")) == "gloo"
+    assert backend_for(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
