@@ -10,16 +10,17 @@ import plotly.graph_objects as go
 from playwright.sync_api import sync_playwright
 from werkzeug.serving import make_server
 
-from dashboard.app import make_app
-from dashboard.figures import gantt
-from dashboard.literature import predicted_against_published
-from dashboard.style import figure, memory_unit, time_unit
-from dashboard.sweeps import bubble_by_microbatches, by_bandwidth
-from gpipe_sim import Plan, load_scenario, make_plan, palette, simulate
-from gpipe_sim.evidence import all_figures
-from gpipe_sim.metrics import step_time_s
-from gpipe_sim.predict import predict_all
-from gpipe_sim.sweep import shipped_scenarios
+from dashboard.charts.literature import predicted_against_published
+from dashboard.charts.many_plans import bubble_by_microbatches, by_bandwidth
+from dashboard.charts.one_step import gantt
+from dashboard.charts.style import figure, memory_unit, time_unit
+from dashboard.page.app import make_app
+from gpipe_sim import Plan, load_scenario, make_plan, simulate
+from gpipe_sim.evidence.everything import all_figures
+from gpipe_sim.explain.predict import predict_all
+from gpipe_sim.scenario.reading import shipped_scenarios
+from gpipe_sim.show import palette
+from gpipe_sim.step.metrics import step_time_s
 
 HERE = Path(__file__).parent
 EIGHT = "plan.microbatches=8"

@@ -12,33 +12,23 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel
 from typer.main import get_command
 
-from gpipe_sim import (
-    accuracy,
-    catalog,
-    cli,
-    compare,
-    costs,
-    explain,
-    memory,
-    metrics,
-    model,
-    plan,
-    planfile,
-    profile,
-    runs,
-    scenario,
-    schedule,
-    step,
-    sweep,
-    units,
-)
-from gpipe_sim.predict import Prediction
-from gpipe_sim.verdict import verdict
+from gpipe_sim import cli
+from gpipe_sim.base import units
+from gpipe_sim.campaign.campaign import Campaign
+from gpipe_sim.cost import analytic, profile, transformer
+from gpipe_sim.explain import waterfall, worth
+from gpipe_sim.explain.predict import Prediction
+from gpipe_sim.explain.verdict import verdict
+from gpipe_sim.make import planfile
+from gpipe_sim.plan import actions, automatic, order_file, orders, program, stages
+from gpipe_sim.runs import accuracy, compare, directory
+from gpipe_sim.scenario import campaign, catalog, failures, presets, reading, schema
+from gpipe_sim.step import memory, metrics, step
 
 PAGES = Path(__file__).parent / "reference"
 NOTE = "*Written by `make docs` from {}; change it there.*"
@@ -79,7 +69,8 @@ def field_docs(cls: type) -> dict[str, tuple[ast.expr, str]]:
 @cache
 def value_docs() -> dict[str, str]:
     """Name -> docstring of the types of values that scenarios and plans have."""
-    return {name: text for name, annotation, text in _documented(_tree(scenario).body) if text and annotation is None}
+    written = [*_documented(_tree(schema).body), *_documented(_tree(campaign).body)]
+    return {name: text for name, annotation, text in written if text and annotation is None}
 
 
 def markdown(text: str) -> str:
@@ -112,6 +103,8 @@ _SECTIONS = {
     "_CurveEntry": "curve",
     "LayerSpec": "layer",
     "Jitter": "jitter",
+    "NodeGroup": "group-of-nodes",
+    "CheckpointSpec": "campaign-checkpoint",
 }
 
 
@@ -174,11 +167,20 @@ def _default(cls: type[BaseModel], name: str, annotation: ast.expr) -> str:
     if field.is_required():
         return "required"
     value, kind = field.get_default(call_default_factory=True), ast.unparse(annotation)
-    if name in ("balance", "placement"):
+    if name in ("balance", "placement", "every"):
         return "`auto`"
     if value is None or value == {}:
         return ""
-    shown = {"Bytes": units.format_bytes, "Seconds": units.format_seconds}.get(kind, str)(value)
+    if isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, failures.FailureRates):
+        return f"`{value.name}`"
+    shown = {
+        "Bytes": units.format_bytes,
+        "Seconds": units.format_seconds,
+        "Duration": units.format_duration,
+        "Storage": units.format_bandwidth,
+    }.get(kind, str)(value)
     return f"`{shown.lower() if isinstance(value, bool) else shown}`"
 
 
@@ -216,30 +218,39 @@ def rest_of(module: ModuleType) -> str:
 
 def scenario_page() -> str:
     """Everything that may stand in a scenario file."""
-    spec = vars(scenario)
+    spec = vars(schema)
     values = [
         (f"`{name.removesuffix('Field')}`", sentence(text)) for name, text in value_docs().items() if name != "MEASURED"
     ]
-    kinds = [fields_table(cls, f"model, `kind: {kind}`") for kind, cls in scenario.MODELS.items()]
+    kinds = [fields_table(cls, f"model, `kind: {kind}`") for kind, cls in schema.MODELS.items()]
     return page(
         "The scenario file",
-        "`gpipe_sim/scenario.py` and `gpipe_sim/sweep.py`",
-        "A scenario is YAML: general fields at the top level, and the sections `model`, `cluster` and `plan`. Unknown "
+        "`gpipe_sim/scenario/schema.py` and `gpipe_sim/scenario/reading.py`",
+        "A scenario is YAML: general fields at the top level, and the sections `model`, `cluster`, `plan` and, for "
+        "`gpipe campaign`, `campaign`. Unknown "
         "keys, wrong types and numbers without a unit are mistakes, and all of them are reported at once.",
-        "## Sweeps\n\n" + rest_of(sweep),
+        "## Sweeps\n\n" + rest_of(reading),
         "## Units\n\n" + rest_of(units),
-        fields_table(scenario.General, "top level"),
+        fields_table(schema.General, "top level"),
         *kinds,
-        fields_table(scenario.LayerSpec, "layer"),
-        fields_table(scenario.Cluster, "cluster"),
+        fields_table(schema.LayerSpec, "layer"),
+        fields_table(schema.Cluster, "cluster"),
+        fields_table(schema.NodeGroup, "group of nodes"),
         fields_table(spec["_DeviceSpec"], "device"),
         fields_table(spec["_LinkSpec"], "link"),
-        fields_table(scenario.Jitter, "jitter"),
-        fields_table(scenario.PlanSpec, "plan"),
+        fields_table(schema.Jitter, "jitter"),
+        fields_table(schema.PlanSpec, "plan"),
+        fields_table(campaign.CampaignSpec, "campaign"),
+        fields_table(campaign.CheckpointSpec, "campaign checkpoint"),
+        fields_table(vars(campaign)["_FailureSpec"], "failures"),
         "## Values\n\n" + table(("value", "what it may be"), values),
-        "## Devices and links by name\n\nWhat `gpipe catalog` lists; `cpu`, this machine, is not among them here.\n\n"
-        + _catalog_tables(),
+        "## Devices, links, models and failures by name\n\n"
+        "What `gpipe catalog` lists; `cpu`, this machine, is not among them here.\n\n" + _catalog_tables(),
     )
+
+
+def _parameters(preset: str) -> int:
+    return transformer.num_parameters(schema.preset_model(preset))
 
 
 def _catalog_tables() -> str:
@@ -249,6 +260,7 @@ def _catalog_tables() -> str:
             units.format_bytes(device.memory),
             units.format_bandwidth(device.bandwidth),
             ", ".join(f"{dtype} {units.format_compute(peak)}" for dtype, peak in device.compute.items()),
+            f"{device.price.per_hour:g} {device.price.currency}/h ({device.price.source})" if device.price else "",
             device.source,
         )
         for device in map(catalog.find_device, catalog.device_names())
@@ -258,10 +270,24 @@ def _catalog_tables() -> str:
         (f"`{link.name}`", units.format_bandwidth(link.bandwidth), units.format_seconds(link.latency), link.source)
         for link in catalog.LINKS.values()
     ]
+    models = [(f"`{name}`", f"{_parameters(name):,}", preset.source) for name, preset in presets.PRESETS.items()]
+    parts = ("device", "node", "network", "software", "job")
+    rates = [
+        (
+            f"`{one.name}`",
+            *(units.format_duration(1 / rate) if (rate := getattr(one, part)) else "" for part in parts),
+            one.source,
+        )
+        for one in failures.FAILURES.values()
+    ]
     return (
-        table(("device", "memory", "bandwidth", "peak compute", "source"), devices)
+        table(("device", "memory", "bandwidth", "peak compute", "price", "source"), devices)
         + "\n"
         + table(("link", "each direction", "typical latency", "source"), links)
+        + "\n"
+        + table(("model", "parameters", "source"), models)
+        + "\nMean times between failures of one part:\n\n"
+        + table(("failures", *parts, "source"), rates)
     )
 
 
@@ -270,7 +296,7 @@ def plan_page() -> str:
     spec = vars(planfile)
     return page(
         "The plan file",
-        "`gpipe_sim/planfile.py`",
+        "`gpipe_sim/make/planfile.py`",
         "YAML, written by `gpipe plan --out`. It holds the scenario that it came from and the profile that it is "
         "predicted with, so that it stands alone on another machine.",
         f"```text\n{rest_of(planfile)}\n```",
@@ -285,7 +311,7 @@ def profile_page() -> str:
     spec = vars(profile)
     return page(
         "The profile file",
-        "`gpipe_sim/profile.py`",
+        "`gpipe_sim/cost/profile.py`",
         "JSON, written by `gpipe profile`. Seconds and bytes are plain numbers here: no person writes this file.",
         rest_of(profile),
         fields_table(spec["_ProfileFile"], "top level"),
@@ -296,12 +322,12 @@ def profile_page() -> str:
 
 def run_page() -> str:
     """The run directory."""
-    spec = vars(runs)
+    spec = vars(directory)
     return page(
         "The run directory",
-        "`gpipe_sim/runs.py`, `gpipe_sim/predict.py` and `gpipe_sim/compare.py`",
+        "`gpipe_sim/runs/directory.py`, `gpipe_sim/explain/predict.py` and `gpipe_sim/runs/compare.py`",
         "Made by `gpipe run`. It can be copied to any machine and compared there.",
-        rest_of(runs),
+        rest_of(directory),
         "## predicted.json\n\nOne entry of `results` of `gpipe simulate --json`, see [the metrics](metrics.md).",
         "## measured.json\n",
         fields_table(spec["_MeasuredFile"], "top level", 3),
@@ -335,18 +361,21 @@ def metrics_page() -> str:
         if inspect.isfunction(value) and value.__module__ == metrics.__name__ and name[0] != "_"
     ]
     defined.remove("step_metrics")
-    parts = [(f"`{part}`", explain.LABELS[part]) for part in explain.PARTS]
+    parts = [(f"`{part}`", waterfall.LABELS[part]) for part in waterfall.PARTS]
     return page(
         "Metrics and their formulas",
-        "the docstrings of `gpipe_sim/metrics.py`, `memory.py`, `model.py`, `costs.py`, `explain.py`, `verdict.py`, "
-        "`compare.py`, `accuracy.py`, `predict.py`",
-        "K stages, M micro-batches, R ranks (one for each stage), N samples in a batch, L layers.",
+        "the docstrings of `metrics.py` and `memory.py` in `gpipe_sim/step`, `transformer.py` and `analytic.py` in "
+        "`gpipe_sim/cost`, and of the files in `gpipe_sim/explain` and `gpipe_sim/runs`",
+        "K ranks, v stages on each and S = K v in all, M micro-batches, N samples in a batch, L layers.",
         "## The keys of `gpipe simulate --json`\n\n"
         'One document, `{"scenario": name, "results": [...]}`, an entry for each plan; for several files a list of '
         "them. `gpipe plan --json` has the front of time against memory as its `results`, and adds `recommended` and "
         "`pareto` (indices into them), `reason` and `certainty`; what it recommends, and how sure it is, are null if "
-        "nothing fits.\n\n" + keys_table(Prediction.to_dict),
+        "nothing fits. `exact` says whether it is proven that no plan is faster, or that none fits.\n\n"
+        + keys_table(Prediction.to_dict),
+        "## The keys of `gpipe campaign --json`\n\n" + keys_table(Campaign.to_dict),
         "## Time and bubble\n\n" + functions(metrics, *defined),
+        "## What people act on\n\n" + rest_of(worth),
         "## Memory\n\n" + markdown(memory.__doc__ or ""),
         "Peak, activation memory and what the peak is made of:\n\n"
         + table(
@@ -357,13 +386,14 @@ def metrics_page() -> str:
             ]
             + [("`at_peak`", sentence(step.MemoryCurve.at_peak.__doc__ or ""))],
         ),
-        "### bytes_per_parameter\n\n" + markdown(model.bytes_per_parameter.__doc__ or ""),
+        "### bytes_per_parameter\n\n" + markdown(transformer.bytes_per_parameter.__doc__ or ""),
         "### What one micro-batch costs a stage\n\n" + first(vars(memory)["_stage_bytes"].__doc__, 2),
-        "### What a transformer's layers hold and compute\n\n" + markdown(model.transformer_layers.__doc__ or ""),
-        "### How long an analytic profile says they take\n\n" + markdown(vars(costs)["_transformer_profile"].__doc__),
-        "## The waterfall\n\n" + markdown(explain.breakdown_s.__doc__ or ""),
+        "### What a transformer's layers hold and compute\n\n" + markdown(transformer.transformer_layers.__doc__ or ""),
+        "### How long an analytic profile says they take\n\n"
+        + markdown(vars(analytic)["_transformer_profile"].__doc__),
+        "## The waterfall\n\n" + markdown(waterfall.breakdown_s.__doc__ or ""),
         table(("part", "what reports call it"), parts),
-        "### The critical path\n\n" + markdown(explain.critical_path.__doc__ or ""),
+        "### The critical path\n\n" + markdown(waterfall.critical_path.__doc__ or ""),
         "### The verdict\n\n" + first(verdict.__doc__, 2),
         "## Predicted beside measured\n\n" + rest_of(compare),
         keys_table(compare.Comparison.to_dict),
@@ -378,18 +408,67 @@ def metrics_page() -> str:
 
 
 def schedules_page() -> str:
-    """The orders that a plan can have."""
-    pictures = [
-        f"## {name}\n\n```text\n{markdown(function.__doc__ or '')}\n```"
-        for name, function in schedule.SCHEDULES.items()
+    """Where stages sit, what each rank does in which order, and what an action takes and sends."""
+    heads = ("schedule", "placement", "stages per rank", "backwards")
+    rows = [
+        (f"[`{name}`](#{name})", schedule.pattern, str(schedule.stages_per_rank or "any"), _backwards(schedule))
+        for name, schedule in orders.SCHEDULES.items()
     ]
+    K, M = _EXAMPLE
+    of_example = [
+        (f"`{name}`", f"{v}", f"{schedule.bubble_ideal(K, v, M):.1%}", _most_held(schedule, K, v, M))
+        for name, schedule in orders.SCHEDULES.items()
+        for v in ([schedule.stages_per_rank] if schedule.stages_per_rank else [2, 4])
+        if not schedule.most_microbatches
+    ]
+    pictures = [f"## {name}\n\n{pictured(schedule.order.__doc__)}" for name, schedule in orders.SCHEDULES.items()]
     return page(
         "Actions and schedules",
-        "`gpipe_sim/schedule.py` and `gpipe_sim/plan.py`",
-        markdown(schedule.__doc__ or ""),
+        "`actions.py`, `orders.py`, `program.py`, `order_file.py` and `automatic.py` in `gpipe_sim/plan`",
+        markdown(actions.__doc__ or ""),
+        table(
+            ("letter", "action", "belongs to"),
+            [(f"`{kind.letter}`", kind.name, _belongs(kind)) for kind in actions.KINDS.values()],
+        ),
+        "## What a schedule says\n\n" + rest_of(orders),
+        table(heads, rows),
+        "The bubble of equal stages and free links, with F, I and W equally long, and the micro-batches that a stage "
+        f"holds at most, for K = {K} ranks and M = {M} micro-batches (`naive` has one, and a bubble of (K-1)/K):\n\n"
+        + table(("schedule", "v", "ideal bubble", "held by each stage, at most"), of_example),
         *pictures,
-        f"## Recomputation\n\n```text\n{markdown(plan.recomputed.__doc__ or '')}\n```",
+        "## An order from a file: `schedule: my.csv`\n\n" + rest_of(order_file),
+        "## An order for these very times: `schedule: auto`\n\n" + rest_of(automatic),
+        f"## Recomputation\n\n{pictured(stages.recomputed.__doc__)}",
+        "## What an action takes and sends\n\n" + rest_of(program),
     )
+
+
+_EXAMPLE = 4, 16
+
+
+def pictured(text: str | None) -> str:
+    """A docstring whose indented lines are a picture; the rest is prose."""
+    parts = []
+    for block in inspect.cleandoc(text or "").split("\n\n"):
+        is_picture = "  " in block and not block.endswith(".")
+        parts.append(f"```text\n{inspect.cleandoc(block)}\n```" if is_picture else _one_backtick(block))
+    return "\n\n".join(parts)
+
+
+def _backwards(schedule: orders.Schedule) -> str:
+    return "split in I and W, some or all" if schedule.splits else "whole"
+
+
+def _belongs(kind: actions.Kind) -> str:
+    if not kind.computes:
+        return "the step"
+    return "the backward pass" if kind.backward else "the forward pass"
+
+
+def _most_held(schedule: orders.Schedule, K: int, v: int, M: int) -> str:
+    positions = [orders.position_of(schedule.pattern, stage, K) for stage in range(K * v)]
+    held = [schedule.in_flight(position, stage, K, v, M) for stage, position in enumerate(positions)]
+    return str(held[0]) if len(set(held)) == 1 else " ".join(map(str, held))
 
 
 def command_page() -> str:
@@ -438,6 +517,49 @@ def _option_default(param: Any) -> str:
     return f"`{param.default.value if isinstance(param.default, Enum) else param.default}`"
 
 
+def training_page() -> str:
+    """What one trains with. It is read and not imported, since it needs torch, which need not be there."""
+
+    def tree(path: str) -> list[ast.stmt]:
+        return ast.parse((PAGES.parents[1] / "gpipe_exec" / path).read_text()).body
+
+    def defined(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+        return isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+
+    def said(node: ast.FunctionDef | ast.ClassDef) -> str:
+        return re.sub(r"^(>>>|\.\.\.)", r"    \1", markdown(ast.get_docstring(node) or ""), flags=re.MULTILINE)
+
+    def described(node: ast.FunctionDef, name: str, level: int) -> str:
+        parameters = ast.unparse(node.args).removeprefix("self").removeprefix(", ")
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
+        call = name if any(ast.unparse(one) == "property" for one in node.decorator_list) else f"{name}({parameters})"
+        return f"{'#' * level} {name}\n\n    {call}{returns}\n\n{said(node)}\n"
+
+    def class_of(path: str, name: str) -> ast.ClassDef:
+        return next(node for node in tree(path) if isinstance(node, ast.ClassDef) and node.name == name)
+
+    pipeline, held = class_of("engine/pipeline.py", "Pipeline"), class_of("engine/held.py", "Held")
+    (made,) = (node for node in pipeline.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    offered = [
+        ("engine/checkpoint.py", "read_model"),
+        ("modules/splitting.py", "split"),
+        ("modules/huggingface.py", "split_huggingface"),
+        ("modules/huggingface.py", "token_loss"),
+        ("engine/pipeline.py", "pin_to_cores"),
+        ("devices/process.py", "leave"),
+    ]
+    others = [next(node for node in tree(path) if defined(node) and node.name == name) for path, name in offered]
+    return page(
+        "Training",
+        "the docstrings of `gpipe_exec`",
+        "Everything here is imported from `gpipe_exec`. [Train your model](../howto/training.md) uses it.",
+        f"## Pipeline\n\n{said(pipeline)}\n\n" + described(made, "Pipeline", 3).split("\n", 2)[2],
+        *(described(node, node.name, 3) for node in (*pipeline.body, *held.body) if defined(node)),
+        "## Beside it\n",
+        *(described(node, node.name, 3) for node in others if defined(node)),
+    )
+
+
 def pages() -> dict[str, str]:
     """File name -> text."""
     written = {
@@ -448,6 +570,7 @@ def pages() -> dict[str, str]:
         "schedules.md": schedules_page(),
         "metrics.md": metrics_page(),
         "command.md": command_page(),
+        "training.md": training_page(),
     }
     return {name: re.sub(r"[ \t]+\n", "\n", text) for name, text in written.items()}
 

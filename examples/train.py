@@ -1,10 +1,14 @@
 """Train a small transformer as a pipeline, a process for each stage, on a language that it makes up.
 
-    torchrun --standalone --nproc-per-node 2 examples/train.py --checkpoint model.pt
+    torchrun --standalone --nproc-per-node 2 examples/train.py --checkpoint checkpoints
     torchrun --standalone --nproc-per-node 4 examples/train.py --plan plan.yaml --steps 500
 
-A run with --checkpoint goes on where the last one ended, also under another plan: the file holds the whole model, as a
-one-process ``nn.Sequential`` can load it. Ctrl-C ends a run after the current step, and saves it.
+A run with --checkpoint goes on where the last one ended, also under another plan; `gpipe_exec.read_model` reads the
+whole model from the folder for one process. Ctrl-C ends a run after the current step, and saves it. A rank that is
+killed costs the steps since the last checkpoint, if torchrun may start all of them again. Without the variable, torch
+2.13 shows new processes the addresses of those that are gone:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/train.py ...
 """
 
 import argparse
@@ -12,9 +16,9 @@ import contextlib
 import os
 import signal
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,12 +26,14 @@ import torch
 import torch.distributed as dist
 
 from gpipe_exec import Pipeline, leave, pin_to_cores
+from gpipe_exec.devices.accelerator import default_device
+from gpipe_exec.devices.groups import start_processes
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_sim import Plan, make_plan
-from gpipe_sim.files import Document
-from gpipe_sim.planfile import read_plan
-from gpipe_sim.scenario import Transformer
-from gpipe_sim.sweep import parse_scenario
+from gpipe_sim.base.files import Document
+from gpipe_sim.make.planfile import read_plan
+from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.scenario.schema import Transformer
 
 SCENARIO = {
     "name": "train",
@@ -41,7 +47,7 @@ SCENARIO = {
     },
     "plan": {"microbatches": 4, "checkpoint": "except_last", "schedule": "1f1b"},
 }
-REPORT_EVERY, SAVE_EVERY = 10, 100
+REPORT_EVERY = 10
 UNSEEN = -1  # the number of a batch that is never trained on
 
 Batch = tuple[Any, Any]
@@ -53,13 +59,11 @@ def main() -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
+    device = default_device()
+    if device.type == "cpu":
         pin_to_cores()
     with contextlib.ExitStack() as at_exit:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        start_processes(device, timedelta(minutes=10))
         at_exit.callback(dist.destroy_process_group)
         try:
             plan = read_plan(arguments.plan) if arguments.plan else plan_for(dist.get_world_size())
@@ -67,7 +71,7 @@ def main() -> None:
             pipe = Pipeline(workload.layers, plan, workload.loss)
             at_exit.callback(pipe.close)
             optimizer = torch.optim.Adam([{"params": pipe.parameters()}], lr=arguments.lr)  # a stage may have none
-            resumed = load(arguments.checkpoint, pipe, optimizer)
+            resumed = pipe.load(arguments.checkpoint, optimizer) if arguments.checkpoint else None
         except ValueError as error:
             fail(error)
         train(arguments, pipe, optimizer, batches(plan, workload), resumed, stop)
@@ -85,8 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=above_zero(int), default=200, help="steps in all, resumed ones included (200)")
     parser.add_argument("--lr", type=above_zero(float), default=3e-3, help="Adam's learning rate (0.003)")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="save here, and resume from here; every process must see it"
+        "--checkpoint", type=Path, metavar="FOLDER", help="save here, and resume from here; every process must see it"
     )
+    parser.add_argument("--save-every", type=above_zero(int), default=100, help="steps between checkpoints (100)")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --standalone --nproc-per-node 2 examples/train.py")
@@ -143,11 +148,13 @@ def train(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer,
     batch: Callable[[int], Batch],
-    resumed: tuple[int, float] | None,
+    resumed: dict[str, Any] | None,
     stop: threading.Event,
 ) -> None:
     """Train to the last step, or until told to stop."""
-    done, loss_before = resumed or (0, float(pipe.evaluate(*batch(UNSEEN))))
+    done = resumed["step"] if resumed else 0
+    loss_before = resumed["loss_before"] if resumed else float(pipe.evaluate(*batch(UNSEEN)))
+    position = {"loss_before": loss_before}
     if resumed:
         say(f"resumed after step {done}")
     while done < arguments.steps and not on_any_rank(stop.is_set(), pipe.device):
@@ -158,10 +165,10 @@ def train(
         done += 1
         if done % REPORT_EVERY == 0 or done == arguments.steps:
             say(f"step {done:5}/{arguments.steps} {done / arguments.steps:5.0%}   loss {float(loss):.4f}")
-        if arguments.checkpoint and done % SAVE_EVERY == 0:
-            save(arguments.checkpoint, pipe, optimizer, done, loss_before)
+        if arguments.checkpoint and done % arguments.save_every == 0:
+            pipe.save(arguments.checkpoint, optimizer, done, position, wait=False)  # written while training goes on
     if arguments.checkpoint:
-        save(arguments.checkpoint, pipe, optimizer, done, loss_before)
+        pipe.save(arguments.checkpoint, optimizer, done, position)
         say(f"saved {arguments.checkpoint} after step {done}")
     if done < arguments.steps:
         say(f"stopped after step {done}" + (", start again to go on" if arguments.checkpoint else ", nothing is saved"))
@@ -181,41 +188,6 @@ def on_any_rank(flag: bool, device: torch.device) -> bool:
     flags = torch.tensor(int(flag), device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return bool(flags)
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def save(path: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer, done: int, loss_before: float) -> None:
-    """Write the whole model and the optimizer's state of each of its parameters by name, whole or not at all."""
-    names = [name for name, _ in pipe.module.named_parameters()]
-    states = optimizer.state_dict()["state"].items()
-    mine = {names[index]: {key: value.cpu() for key, value in state.items()} for index, state in states}
-    parts: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    model = pipe.state_dict()
-    if pipe.rank == 0:
-        optimizer_state = {name: state for part in parts for name, state in part.items()}
-        content = {"model": model, "optimizer": optimizer_state, "step": done, "loss_before": loss_before}
-        partial = path.with_name(path.name + ".partial")
-        torch.save(content, partial)
-        partial.replace(path)
-    dist.barrier()
-
-
-def load(path: Path | None, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[int, float] | None:
-    """Take this rank's part of a checkpoint; return how many steps it has seen, and the loss before the first."""
-    if path is None or not path.exists():
-        return None
-    names = [name for name, _ in pipe.module.named_parameters()]
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        pipe.load_state_dict(content["model"])
-        states = {index: content["optimizer"][name] for index, name in enumerate(names) if name in content["optimizer"]}
-        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-        return content["step"], content["loss_before"]
-    except Exception as error:  # a file that is something else can raise anything
-        raise ValueError(f"{path}: not a checkpoint of this model: {textwrap.shorten(str(error), 200)}") from error
 
 
 if __name__ == "__main__":
