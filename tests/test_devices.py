@@ -1,5 +1,7 @@
 """Devices that work beside the host, without one: spans and deliveries by events, and tensors where they belong."""
 
+import gc
+
 import pytest
 from plans import layers, plan
 
@@ -9,6 +11,7 @@ from torch import nn  # noqa: E402
 
 from gpipe_exec import Pipeline  # noqa: E402
 from gpipe_exec.devices.accelerator import available_kind, backend_for, default_device  # noqa: E402
+from gpipe_exec.devices.allocator import trace_bytes  # noqa: E402
 from gpipe_exec.devices.recorder import Recorder  # noqa: E402
 from gpipe_exec.engine.transport import ByEvents  # noqa: E402
 
@@ -127,3 +130,22 @@ def test_the_device_follows_the_backend_of_the_processes():
         assert default_device() == torch.device("cpu")
     assert backend_for(torch.device("cpu")) == "gloo"
     assert backend_for(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+
+
+def test_garbage_from_before_a_trace_is_not_taken_off_the_work_that_is_traced():
+    """Tensors in a cycle are freed whenever Python collects it, which may be in the middle of a trace."""
+    cpu = torch.device("cpu")
+
+    def forgotten() -> None:
+        cycle = [torch.empty(66_688, dtype=torch.uint8)]
+        cycle.append(cycle)
+
+    trace_bytes(cpu, forgotten)  # a block whose size the profiler knows
+
+    def work() -> torch.Tensor:
+        gc.collect()
+        return torch.empty(1_000, dtype=torch.uint8)
+
+    trace, kept = trace_bytes(cpu, work)
+    assert min(trace.held_bytes) >= 0
+    assert trace.held_bytes[-1] >= kept.nbytes

@@ -3,8 +3,10 @@
 Counting slows the work, so it happens in a step of its own that is never timed.
 """
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -52,19 +54,34 @@ def trace_bytes(device: torch.device, work: Callable[[], T]) -> tuple[Trace, T]:
     if device.type != "cpu":
         before = bytes_of_device(device)
         forget_highest(device)
-        result = work()
+        with _older_garbage_left():
+            result = work()
         after = bytes_of_device(device)
         held = [after.highest - before.active, after.active - before.active]
         return Trace([began, time.perf_counter()], held), result
     clocks_apart_s = time.time() - time.perf_counter()  # the profiler's clock is the wall's
     # Not torch.profiler.profile, which describes the process groups in its trace and never lets go of them again.
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with _older_garbage_left(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = work()
     assert profile.kineto_results is not None, "the profiler has run"
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     held = np.cumsum([event.nbytes() for event in events], dtype=int).tolist()
     return Trace([began, *(event.start_ns() / 1e9 - clocks_apart_s for event in events)], [0, *held]), result
+
+
+@contextmanager
+def _older_garbage_left() -> Iterator[None]:
+    """Meanwhile Python's collector looks only at what is made from now on.
+
+    Tensors in cycles that nobody holds any more may be freed at any later moment: in the middle of a trace their bytes
+    would be taken off work that never held them.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[int, T]:
