@@ -9,8 +9,10 @@ import pytest
 from hypothesis import settings
 from playwright.sync_api import Browser, Playwright
 
-# Where the tests are started in the background, Ctrl-C is ignored, also by every program that they start and interrupt.
+# Where the tests are started in the background, Ctrl-C is ignored, and under nohup a closed terminal, also by every program
+# that they start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples in every run, so that a test fails for what was changed; `make fuzz` looks for new ones.
 settings.register_profile("gpipe", deadline=None, derandomize=not os.environ.get("GPIPE_NEW_EXAMPLES"))

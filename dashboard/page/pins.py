@@ -126,7 +126,7 @@ def side_by_side(plans: Mapping[str, Prediction]) -> Any:
         parts.append(card(title, limit_sentence(prediction), chart))
     names = [name.upper() for name in plans]
     rows = differences(plans)
-    table = dmc.Table(data={"head": ["", *names], "body": rows}, id="pinned-numbers")
+    table = dmc.Table(data={"head": ["figure", *names], "body": rows}, id="pinned-numbers")
     same = "" if len(plans) == 1 else "Only what differs; change against A." if "a" in plans else "Only what differs."
     bars = still(waterfalls(dict(zip(names, plans.values(), strict=True))), "pinned-waterfalls")
     return dmc.Stack(
