@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from playwright.sync_api import Browser, Playwright
 
-# Where the tests are started in the background, Ctrl-C is ignored, and under nohup a closed terminal, also by every program
-# that they start and interrupt.
+# Where the tests are started in the background, Ctrl-C is ignored, and under nohup a closed terminal, also by every
+# program that they start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
