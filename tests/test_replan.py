@@ -48,11 +48,11 @@ def test_where_the_plans_own_choices_do_not_fit_others_are_taken_but_micro_batch
     assert (found.schedule, set(found.checkpoint)) != ("gpipe", {"never"})
 
 
-def test_an_order_that_three_ranks_cannot_have_is_replaced():
+def test_a_schedule_that_needs_more_stages_than_there_are_layers_is_replaced():
     own = plan(EQUAL, 4, stages=4, schedule="dualpipe_v", stages_per_rank=2)
-    found = plan_for_devices(own, 3)  # dualpipe_v needs twice as many micro-batches as ranks
-    assert found.num_ranks == 3
-    assert judged(found).fits
+    assert plan_for_devices(own, 4).schedule == "dualpipe_v"
+    found = plan_for_devices(own, 5)  # with two stages on each rank, ten of eight layers
+    assert (found.num_ranks, found.stages_per_rank, found.num_microbatches) == (5, 1, 4)
 
 
 def test_micro_batches_keep_their_size_when_there_are_other_replicas():
@@ -98,6 +98,19 @@ def test_the_sentence_has_both_plans_and_their_predicted_times():
 def test_where_nothing_fits_it_says_what_would():
     own = plan(layers([1.0] * 8, parameters=GiB), 4, stages=3, cluster={"device": {"memory": "14 GiB"}})
     with pytest.raises(NoPlanError, match=r"2 processes for a plan of 3 ranks: nothing fits in 14.0 GiB.*3 stages"):
+        plan_for_devices(own, 2)
+
+
+def test_a_schedule_of_two_stages_on_each_rank_that_fits_nowhere_is_told_as_any_other():
+    own = plan(
+        layers([1.0] * 8, [2.0] * 8, weights=[1.0] * 8, parameters=GiB),
+        4,
+        stages=8,
+        schedule="zb_v",
+        stages_per_rank=2,
+        cluster={"device": {"memory": "10 GiB"}},
+    )
+    with pytest.raises(NoPlanError, match=r"2 processes for a plan of 4 ranks: nothing fits in 10.0 GiB"):
         plan_for_devices(own, 2)
 
 

@@ -69,7 +69,7 @@ def plan_for_devices(plan: Plan, num_devices: int) -> Plan:
             for D in replicas:
                 try:
                     attempts.append(_attempt(plan, num_devices, D, profile, choices=keeps_choices, size=keeps_size))
-                except InputError as error:  # such as a schedule that there is not for that K and M
+                except InputError as error:  # such as a schedule with more stages than there are layers
                     refused.append(error)
             fitting = [attempt.best for attempt in attempts if attempt.best.fits]
             if fitting:
