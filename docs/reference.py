@@ -541,6 +541,7 @@ def training_page() -> str:
     pipeline, held = class_of("engine/pipeline.py", "Pipeline"), class_of("engine/held.py", "Held")
     (made,) = (node for node in pipeline.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     offered = [
+        ("engine/world.py", "plan_for_world"),
         ("engine/checkpoint.py", "read_model"),
         ("modules/splitting.py", "split"),
         ("modules/huggingface.py", "split_huggingface"),

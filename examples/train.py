@@ -9,6 +9,8 @@ killed costs the steps since the last checkpoint, if torchrun may start all of t
 2.13 shows new processes the addresses of those that are gone:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/train.py ...
+
+With another number of processes than the plan has ranks, it plans again for those that there are, and goes on.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from gpipe_exec import Pipeline, leave, pin_to_cores
+from gpipe_exec import Pipeline, leave, pin_to_cores, plan_for_world
 from gpipe_exec.devices.accelerator import default_device
 from gpipe_exec.devices.groups import start_processes
 from gpipe_exec.layers import Workload, build_workload
@@ -66,7 +68,7 @@ def main() -> None:
         start_processes(device, timedelta(minutes=10))
         at_exit.callback(dist.destroy_process_group)
         try:
-            plan = read_plan(arguments.plan) if arguments.plan else plan_for(dist.get_world_size())
+            plan = plan_for_world(read_plan(arguments.plan)) if arguments.plan else plan_for(dist.get_world_size())
             workload = build_workload(plan.scenario)
             pipe = Pipeline(workload.layers, plan, workload.loss)
             at_exit.callback(pipe.close)

@@ -10,15 +10,26 @@ if TYPE_CHECKING:
     from gpipe_exec.devices.process import leave
     from gpipe_exec.engine.checkpoint import read_model
     from gpipe_exec.engine.pipeline import Pipeline, pin_to_cores
+    from gpipe_exec.engine.world import plan_for_world
     from gpipe_exec.modules.huggingface import split_huggingface, token_loss
     from gpipe_exec.modules.splitting import split
 
-__all__ = ["Pipeline", "leave", "pin_to_cores", "read_model", "split", "split_huggingface", "token_loss"]
+__all__ = [
+    "Pipeline",
+    "leave",
+    "pin_to_cores",
+    "plan_for_world",
+    "read_model",
+    "split",
+    "split_huggingface",
+    "token_loss",
+]
 
 _MODULES = {
     "Pipeline": "gpipe_exec.engine.pipeline",
     "leave": "gpipe_exec.devices.process",
     "pin_to_cores": "gpipe_exec.engine.pipeline",
+    "plan_for_world": "gpipe_exec.engine.world",
     "read_model": "gpipe_exec.engine.checkpoint",
     "split": "gpipe_exec.modules.splitting",
     "split_huggingface": "gpipe_exec.modules.huggingface",

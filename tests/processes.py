@@ -17,8 +17,11 @@ def _environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
-def run_ranks(num_ranks: int, script: Path | str, *arguments: object, **environment: str) -> str:
-    """Start a script of `workers`, or any other, as `gpipe run` starts its ranks; what they print, rank by rank."""
+def run_ranks(num_ranks: int, script: Path | str, *arguments: object, fails: bool = False, **environment: str) -> str:
+    """Start a script of `workers`, or any other, as `gpipe run` starts its ranks; what they print, rank by rank.
+
+    With `fails` they must.
+    """
     worker = [str(WORKERS / script), *map(str, arguments)]
     afresh = "GPIPE_TEST_DEVICE" in environment
     with TemporaryDirectory() as logs:
@@ -30,7 +33,7 @@ def run_ranks(num_ranks: int, script: Path | str, *arguments: object, **environm
             name: "".join((Path(logs) / f"rank{rank}.{name}").read_text() for rank in range(num_ranks))
             for name in ("stdout", "stderr")
         }
-    assert watched.process.returncode == 0, said["stderr"][-6000:]
+    assert (watched.process.returncode != 0) == fails, said["stderr"][-6000:]
     return said["stdout"]
 
 

@@ -9,13 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
-from processes import torchrun  # noqa: E402
+from processes import run_ranks, torchrun  # noqa: E402
 
 from gpipe_exec import Pipeline, read_model  # noqa: E402
 from gpipe_exec.engine.checkpoint import CheckpointError, whole_checkpoints  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent / "workers"))
 
+import replanned  # noqa: E402
 import training  # noqa: E402
 
 
@@ -74,3 +75,29 @@ def test_a_run_whose_ranks_are_killed_anywhere_ends_as_if_nothing_had_happened(t
     options = ("--max-restarts", "6", "--monitor-interval", "0.1")
     printed = torchrun(2, "restarts.py", tmp_path, launcher=options)
     assert "attempt 6 ended as if nothing had happened" in printed
+
+
+def undisturbed_losses():
+    """Of one process on the whole batches."""
+    whole = training.model()
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.05)
+    for step in range(replanned.STEPS):
+        inputs, targets = training.batch(step)
+        loss = training.mean_over_tokens(whole(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(loss.detach())
+
+
+def test_with_fewer_processes_a_killed_run_plans_again_and_goes_on_with_the_losses_of_an_undisturbed_one(tmp_path):
+    """Three ranks until one is killed before step 5, two from the checkpoint of step 4 on."""
+    run_ranks(3, "replanned.py", tmp_path, 5, fails=True)
+    said = run_ranks(2, "replanned.py", tmp_path, -1)
+    assert said.startswith("2 processes for a plan of 3 ranks, planned again: K=2, M=4, 1f1b, recompute all stages: ")
+    assert said.count("planned again") == 1
+    told = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
+    assert [(int(K), int(step)) for K, step, _ in told] == [(3, n) for n in range(5)] + [(2, n) for n in range(4, 8)]
+    expected = list(undisturbed_losses())
+    for _, step, loss in told:
+        assert float.fromhex(loss) == pytest.approx(expected[int(step)], rel=1e-9), f"step {step}"

@@ -160,7 +160,7 @@ def test_training_that_began_in_one_process_goes_on_in_a_pipeline(tmp_path):
 # --- the user's own model ------------------------------------------------------------------------------------------
 
 
-def own_plan(folder, num_layers=5, stages=2):
+def own_plan(folder, num_layers=5, stages=2, parameter_bytes=1.0):
     """A plan file for examples/own_model.py, its layers equally costly."""
     Profile(
         source="measured",
@@ -169,7 +169,7 @@ def own_plan(folder, num_layers=5, stages=2):
         names=tuple(f"layer{index}" for index in range(num_layers)),
         sizes=(1,),
         table={column: np.ones((num_layers, 1)) for column in COLUMNS},
-        parameter_bytes=np.ones(num_layers),
+        parameter_bytes=np.full(num_layers, float(parameter_bytes)),
         optimizer_s=np.zeros(num_layers),
     ).save(folder / "profile.json")
     data = {
@@ -191,6 +191,11 @@ def test_a_model_of_ones_own_trains(tmp_path):
     assert after < before / 2
 
 
+def test_a_plan_of_more_ranks_than_processes_is_planned_again_and_trains(tmp_path):
+    before, after = train(1, "--plan", own_plan(tmp_path), "--steps", 30)
+    assert after < before / 2
+
+
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +204,12 @@ def test_a_model_with_another_number_of_layers_than_the_plan_is_an_error(tmp_pat
     assert "error: the model has 5 layers, but the plan was made for 4" in fails("--plan", plan)
 
 
-def test_another_number_of_processes_than_ranks_is_an_error(tmp_path):
-    assert "error: 1 process for a plan of 2 ranks" in fails("--plan", own_plan(tmp_path))
+def test_fewer_processes_than_would_fit_are_an_error_that_names_what_would(tmp_path):
+    plan = own_plan(tmp_path, parameter_bytes=60 * 2**20)
+    (tmp_path / "profile.json").unlink()  # a plan file has all that it needs
+    said = fails("--plan", plan)
+    assert "error: 1 process for a plan of 2 ranks: nothing fits in 1.00 GiB, expected at least 1.23 GiB" in said
+    assert "2 stages instead of 1 would fit; devices of 1.23 GiB would fit it as it is" in said
 
 
 @pytest.mark.parametrize(

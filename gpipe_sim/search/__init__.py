@@ -24,5 +24,5 @@ and each of the M - 1 others adds what the slowest stage takes for it: 15 s, or 
     rough      the same for all setups at once    search     the questions that lead to the answer and the front
     judge      the evaluator, work counted        advise     one recommendation, why, how sure, what would change it
     beyond     interleaved and split schedules    joint      stages, replicas and tensor groups at once
-    other_schedules   a plan under each
+    other_schedules   a plan under each         replan     a plan for another number of devices
 """

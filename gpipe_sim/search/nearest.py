@@ -28,6 +28,8 @@ _ROOM = (1.0, 1.02, 1.1, 1.3)
 
 def come_near(searcher: Searcher, limit: float) -> bool:
     """Evaluate plans that take as little memory as can be; whether it is proven that none is within the limit."""
+    if not searcher.subspaces:
+        return True
     bounds = _evaluate_smallest(searcher, limit)
     all_were = len(searcher.subspaces) <= _LOOKED_AT
     return _least_of_all(searcher) > limit or (all_were and min(bounds) > limit)
@@ -35,7 +37,7 @@ def come_near(searcher: Searcher, limit: float) -> bool:
 
 def look_within(searcher: Searcher, limit: float) -> None:
     """Evaluate plans that take as little memory as can be, of those setups only that may stay within the limit."""
-    if _least_of_all(searcher) <= limit:
+    if searcher.subspaces and _least_of_all(searcher) <= limit:
         _evaluate_smallest(searcher, limit, worth_it=limit)
 
 
