@@ -139,8 +139,9 @@ def test_a_rehearsal_of_replicas_holds_what_was_predicted_and_its_own_figures_ex
     comparison = compare_run(made, measured)
     assert comparison.to_dict()["peak_memory_bytes"]["error"] == pytest.approx([0.0, 0.0], abs=0.02)
     assert abs(comparison.attribution_s["unexplained"]) < 0.01 * comparison.step_time_s
-    fast, slow = (one.ranks[1].busy_s() for one in measured.steps[0].replicas)
-    assert slow > 1.2 * fast
+    ranks = [[step.replicas[replica].ranks[1] for step in measured.steps] for replica in range(2)]
+    fast, slow = (min((one.end_s - one.start_s)[one.actions.are("F")].min() for one in steps) for steps in ranks)
+    assert slow > 1.2 * fast  # by its shortest action: what else runs on a machine only makes them longer
 
 
 def test_replicas_that_divide_the_optimizers_state_run_and_are_compared(tmp_path):

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ STARTING_S = 300.0
 """So long ranks may compute before they give their first sign of life: importing and building, on a slow machine."""
 FIRST_S = 30.0
 """Seconds beyond the usual patience until that sign: the launcher begins before its ranks, which do nothing yet."""
+GONE_S = 10.0
+"""So long we wait for killed processes to be gone: Linux frees their memory first, and a dead disk may hold them."""
 LOG = "launcher.log"
 """What the launcher itself says, in the folder of the logs."""
 
@@ -115,14 +118,15 @@ def ranks_of_this_machine(
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """Leave no process behind: end the launcher, then kill whatever carries the mark."""
+    """Leave no process behind: end the launcher, then kill whatever carries the mark until nothing does."""
     process.kill()
     process.wait()
-    for pid in marked(mark):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    until = time.monotonic() + GONE_S
+    while (left := marked(mark)) and time.monotonic() < until:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def marked(mark: str) -> list[int]:
