@@ -299,7 +299,7 @@ def test_the_timeline_is_zoomed_moved_pointed_at_and_played_and_its_view_survive
     page.keyboard.press("ArrowRight")
     expect(panel).to_contain_text("Rank 0: forward of micro-batch 1")
     page.mouse.move(0, 0)
-    page.get_by_label("moment of the step").fill("500")
+    page.get_by_role("slider", name="moment of the step").fill("500")
     expect(panel).to_contain_text("At 105 ms. Rank 0: ")
     page.reload()
     drawn(page)
@@ -744,17 +744,43 @@ def test_axe_finds_nothing_wrong_on_any_tab_in_light_and_dark(page, server):
         stops = "() => [...document.querySelectorAll('#utilization *')].filter(e => e.tabIndex >= 0).length"
         assert page.evaluate(stops) <= 1
         page.click("#pin")
+        address_has(page, "&a=")
         page.evaluate(axe)
         for scheme, what in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
             page.emulate_media(color_scheme=scheme)
             for tab in TABS:
                 page.locator(f"[role=tab][id$='tab-{tab}']").click()
+                if tab == "pinned":
+                    page.wait_for_selector("#pinned-numbers th")
                 quiet(page)
                 where = "document" if tab == "plan" else "{include: [['[role=tabpanel]']]}"  # the rest is the same
                 found = page.evaluate(f"what => axe.run({where}, what)", what)["violations"]
                 assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], (scheme, tab)
     finally:
         page.emulate_media(color_scheme="light")
+
+
+def test_a_tab_to_which_one_comes_back_shows_what_it_showed(page, server):
+    """Also what callbacks filled in: figures, tables and sentences."""
+    visit(page, server, SMALL)
+    shows_step_time(page, step_time("bubble", "plan.microbatches=8"))
+    page.click("#pin")
+    address_has(page, "&a=")
+    first: dict[str, str] = {}
+    filled = {
+        "plan": "#waterfall .bars .point",
+        "space": "#table .ag-row",
+        "pinned": "#pinned-numbers th",
+        "weeks": "#weeks-losses .main-svg .point, #weeks-told *",
+    }
+    for _ in range(2):
+        for tab in TABS:
+            page.locator(f"[role=tab][id$='tab-{tab}']").click()
+            if tab in filled:
+                page.wait_for_selector(filled[tab])
+            quiet(page)
+            shown = page.locator("[role=tabpanel]:visible").inner_text()
+            assert shown == first.setdefault(tab, shown), tab
 
 
 def test_no_chart_reaches_beyond_its_card_however_often_something_changes(page, server):

@@ -178,11 +178,8 @@ def _register_state(app: dash.Dash, library: Library) -> None:
         changes = [no_update if wanted[name] == values[name] else wanted[name] for name in controls.CONTROLS]
         address = state.to_query()
         chart: list[Any] = [no_update, no_update]
-        # What was drawn while the tab was being left may have been lost with it.
-        if tab == ids.PLAN_TAB and (address != last_drawn or ctx.triggered_id == ids.TABS):
+        if tab == ids.PLAN_TAB and address != last_drawn:
             chart = [_timeline(state, library), address]
-        elif tab != ids.PLAN_TAB and last_drawn is not None:  # whose element goes with the tab, and its drawing with it
-            chart = [no_update, None]
         return [address if turned else no_update, wanted, *chart, *changes]
 
 

@@ -41,14 +41,11 @@ def page(library: Library, *, allow_run: bool, running: str | None = None) -> dm
                         dmc.Tabs(
                             [
                                 dmc.TabsList([dmc.TabsTab(label, value=value) for value, label, _ in panels]),
-                                *(
-                                    dmc.TabsPanel(content, value=value, pt="md", keepMounted=value == ids.SCENARIO_TAB)
-                                    for value, _, content in panels
-                                ),
+                                *(dmc.TabsPanel(content, value=value, pt="md") for value, _, content in panels),
                             ],
                             id=ids.TABS,
                             value=ids.PLAN_TAB,
-                            keepMounted=False,  # a chart that nobody sees need not be drawn
+                            keepMounted=True,  # Dash shows a panel that is made anew as it was at first
                         ),
                     ],
                     id=ids.MAIN,
