@@ -34,8 +34,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/gpipe demo
 
+# Many tests start real processes or a browser, two files at a time. What failed there is shown, and tried once more by itself:
+# it passes only where nothing but the other core's work was in its way.
 test: setup browser
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder || { [ $$? = 1 ] && \
+		echo "== once more, by themselves: the tests that failed" && $(BIN)/pytest --last-failed; }
 
 check: setup
 	$(BIN)/ruff format --check
