@@ -610,17 +610,20 @@ def test_a_scenario_of_the_gallery_is_opened_and_its_collectives_are_seen(page, 
     page.locator("#shard").get_by_text("parameters").click()
     address_has(page, "plan.shard%3Dparameters")
     page.wait_for_function(f"() => {TIMELINE}?.data?.lane?.length === 5 * 4")  # a sum and a gather for each of two
-    x, y = page.evaluate(
-        f"""() => {{
-            const t = {TIMELINE}, [row, kind, stage, start, end] = t.data.lane.slice(-5);
-            t.canvas.scrollIntoView({{block: 'center'}});
-            t.look((start - t.data.begin) / t.data.axis, (end - t.data.begin) / t.data.axis);
-            return [t.x((start + end) / 2), 24 + row * t.rowHeight + t.laneTop + 2];
-        }}"""
-    )
-    page.locator("#gantt canvas").hover(position={"x": x, "y": y})
-    panel = page.locator("#gantt .timeline-panel")
-    expect(panel).to_contain_text("Rank 1, with the ranks of all 8 replicas that hold stage 1: sum of the gradients")
+    where = f"""() => {{
+        const t = {TIMELINE}, [row, kind, stage, start, end] = t.data.lane.slice(-5);
+        t.canvas.scrollIntoView({{block: 'center'}});
+        t.look((start - t.data.begin) / t.data.axis, (end - t.data.begin) / t.data.axis);
+        return [t.x((start + end) / 2), 24 + row * t.rowHeight + t.laneTop + 2];
+    }}"""
+    found = "Rank 1, with the ranks of all 8 replicas that hold stage 1: sum of the gradients"
+    for _ in range(30):  # what is drawn beside the timeline later may move or narrow it once more
+        x, y = page.evaluate(where)
+        page.locator("#gantt canvas").hover(position={"x": x, "y": y})
+        if found in page.locator("#gantt .timeline-panel").inner_text():
+            break
+        page.wait_for_timeout(500)
+    expect(page.locator("#gantt .timeline-panel")).to_contain_text(found)
 
 
 def test_the_colour_scheme_that_was_chosen_is_remembered(page, server):
