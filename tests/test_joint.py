@@ -73,6 +73,13 @@ def test_it_is_no_worse_than_an_explicit_sweep():
     assert best.step_time_s <= min(fitting) * (1 + 1e-9)
 
 
+def test_copies_of_the_whole_model_may_have_any_schedule_that_is_asked_for():
+    for asked in ("zb_h1", "interleaved_1f1b"):
+        node = SMALL["cluster"] | {"nodes": 1}
+        best = advise(space(cluster=node, plan={"schedule": asked, "microbatches": 1})).recommended.plan
+        assert (best.schedule, best.num_ranks) == (asked, 1), "a pipeline would wait for its only micro-batch"
+
+
 def test_what_is_given_stays():
     plan = advise(
         space(plan={"tensor": 2, "microbatches": 4, "schedule": "1f1b", "shard": "optimizer"})

@@ -252,8 +252,9 @@ class JointSearch:
         beyond = [(name, v) for name, v in self.space.beyond if given or name == "interleaved_1f1b"]
         for name in plain:
             yield name, 1
-        for name, v in beyond if K > 1 and self.scenario.cluster.overlap else ():
-            yield name, v
+        for name, v in beyond:
+            if (K > 1 or given) and (v == 1 or self.scenario.cluster.overlap):
+                yield name, v
 
     @property
     def _layers(self) -> int:
