@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plans import equal_stages, layers, plan, random_plans
 from test_evaluate import EXACT, check_equal, with_jitter
@@ -19,6 +19,7 @@ from gpipe_sim.make.planfile import parse_plan, plan_text
 from gpipe_sim.plan.figures import Effects
 from gpipe_sim.plan.plan import Plan, only_one_pipeline
 from gpipe_sim.plan.program import program_of
+from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE, Mesh
 from gpipe_sim.scenario.reading import parse_scenario
 from gpipe_sim.search.advise import advise, why_not_copies
 from gpipe_sim.search.choices import space_of
@@ -51,6 +52,42 @@ def test_ranks_are_numbered_with_the_replica_innermost():
     assert [plan.process(position, replica) for position, replica in places] == list(range(plan.world))
 
 
+def test_ranks_of_a_replica_may_follow_each_other_instead():
+    plan = replicated(3, 2, 4, placement=[2, 0, 1], order=["tensor", "pipeline", "data"])
+    numbers = [[plan.global_rank(rank, replica) for replica in range(2)] for rank in plan.ranks]
+    assert numbers == [[0, 3], [1, 4], [2, 5]]
+    assert [plan.process(0, replica) for replica in range(2)] == [2, 5]
+    again = parse_plan(parse_yaml(plan_text(plan), "plan.yaml"))
+    assert again.dimensions == plan.dimensions == ("tensor", "pipeline", "data")
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([SUMS_INSIDE, MESSAGES_INSIDE]))
+def test_every_device_has_one_place_in_a_mesh(ranks, replicas, tensor, order):
+    mesh = Mesh(ranks, replicas, tensor, order)
+    numbers = [mesh.number(rank, replica) for rank in range(ranks) for replica in range(replicas)]
+    assert sorted(numbers) == list(range(0, ranks * replicas * tensor, tensor))
+    for number in range(ranks * replicas * tensor):
+        assert mesh.number(*mesh.place(number)) == number // tensor * tensor
+    for per_node in range(1, 9):
+        members, nodes = mesh.group(per_node)
+        if mesh.is_alike(per_node) and per_node % tensor == 0:
+            for rank in range(ranks):
+                at = [mesh.number(rank, replica) // per_node for replica in range(replicas)]
+                assert {at.count(node) for node in at} == {members} or nodes == 1
+                assert len(set(at)) == nodes
+
+
+def test_the_order_decides_what_crosses_the_network():
+    """Two nodes of two: messages are large in one model and weights in the other."""
+    cluster = {"nodes": 2, "devices_per_node": 2, "network": {"bandwidth": "10 B/s"}}
+    for messages, weights, better in ((50.0, 1.0, MESSAGES_INSIDE), (1.0, 500.0, SUMS_INSIDE)):
+        model = layers([1.0] * 2, [2.0] * 2, [messages] * 2, [4.0] * 2, parameters=weights)
+        settings = {"batch": 8, "bandwidth": "100 B/s", "replicas": 2, "cluster": cluster}
+        both = [plan(model, 4, order=list(order), **settings) for order in (SUMS_INSIDE, MESSAGES_INSIDE)]
+        assert [(one.group, bool(one.nic_route(0))) for one in both] == [((2, 1), True), ((1, 2), False)]
+        assert min(both, key=lambda one: step_time_s(simulate(one))).dimensions == better
+
+
 def test_with_one_replica_ranks_have_their_own_numbers():
     plan = equal_stages(3, 4, placement=[0, 2, 5], cluster={"devices_per_node": 6})
     assert [plan.global_rank(rank) for rank in plan.ranks] == [0, 2, 5]
@@ -72,6 +109,16 @@ def test_slowdowns_nodes_and_cores_are_those_of_the_rank_in_the_cluster():
         ({"replicas": 8}, {}, "plan.microbatches: found 2, expected at most a replica's share of the batch, 1"),
         ({"replicas": 4}, {"devices_per_node": 6}, "plan.replicas: found 4, expected at most 3: each replica needs 2"),
         ({"replicas": 0}, {}, "plan.replicas: "),
+        (
+            {"order": ["pipeline", "data", "tensor"]},
+            {},
+            "plan.order: found ['pipeline', 'data', 'tensor'], expected [te",
+        ),
+        (
+            {"replicas": 4, "order": ["tensor", "pipeline", "data"]},
+            {"nodes": 3, "devices_per_node": 3, "network": {"bandwidth": "1 GB/s"}},
+            "plan.replicas: found 4 of 2 devices each, expected as many in each node of 3",
+        ),
         ({"shard": "gradients"}, {}, "plan.shard: "),
         (
             {"replicas": 2, "placement": [0, 3]},
@@ -247,6 +294,33 @@ def test_replicas_on_a_node_share_its_nic_and_one_stands_for_all():
     assert all_of_them.simulated_replicas == 2
     assert obstacle(all_of_them) is not None
     assert step_time_s(simulate(all_of_them)) == pytest.approx(found.step_time_s, rel=1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([SUMS_INSIDE, MESSAGES_INSIDE]),
+    st.sampled_from(SHARDS),
+    st.sampled_from([10, 50, 200]),
+)
+def test_one_replica_stands_for_all_however_devices_are_numbered(K, D, per_node, nics, order, shard, bandwidth):
+    """All of them simulated, which a slowdown that does not count makes necessary, and one for all: the same."""
+    nodes = -(-K * D // per_node)
+    assume(Mesh(K, D, 1, order).is_alike(per_node))
+    cluster = {"nodes": nodes, "devices_per_node": per_node, "nics": nics}
+    cluster |= {"network": {"bandwidth": f"{bandwidth} B/s", "latency": "10 ms"}}
+    model = layers([1.0] * K, [2.0] * K, [8.0] * K, [4.0] * K, parameters=100)
+    made = plan(model, 4, batch=4 * D, bandwidth="100 B/s", replicas=D, order=list(order), shard=shard, cluster=cluster)
+    barely = made.scenario.cluster.model_copy(update={"slowdown": {0: 1.0 + 1e-12}})
+    all_of_them = replace(made, scenario=replace(made.scenario, cluster=barely))
+    assert (made.simulated_replicas, all_of_them.simulated_replicas) == (1, D)
+    alone = step_time_s(simulate(made, memory=False))
+    assert step_time_s(simulate(all_of_them, memory=False)) == pytest.approx(alone, rel=1e-6)
+    if obstacle(made) is None:
+        assert evaluate([made], memory=False)[0].step_time_s == pytest.approx(alone, rel=1e-9)
 
 
 @pytest.mark.parametrize("shard", SHARDS)

@@ -418,6 +418,7 @@ def with_plan(state: State, plan: Plan, library: Library) -> State:
         "stages_per_rank": plan.stages_per_rank,
         "replicas": plan.replicas,
         "tensor": plan.tensor,
+        "order": list(plan.dimensions),
         "shard": plan.shard,
         "recompute_unit": plan.recompute_unit,
     }
@@ -425,6 +426,7 @@ def with_plan(state: State, plan: Plan, library: Library) -> State:
     # What is as a scenario that says nothing of it would have it, need not be said.
     unsaid = {"stages_per_rank": 1, "replicas": 1, "tensor": 1, "shard": "none", "recompute_unit": "stage"}
     named |= {key for key, value in unsaid.items() if seldom[key] != value}
+    named |= {"order"} if plan.mesh.messages_inside else set()
     named |= {"placement"} if plan.placement != own else set()
     usual = PlanSpec()
     named |= {f for f in ("replicas", "tensor", "shard", "recompute_unit") if getattr(plan, f) != getattr(usual, f)}

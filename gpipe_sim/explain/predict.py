@@ -177,6 +177,7 @@ class Prediction:
         microbatches              M, of one replica
         replicas                  D, copies of the pipeline, each with its share of the batch
         tensor                    T, devices that hold each stage together, a slice of each of its layers each
+        order                     in which order the dimensions of devices are numbered, what follows each other first
         shard                     what the D ranks that hold the same stages divide: none, optimizer or parameters
         checkpoint                the mode of all stages, or a list with that of each
         schedule                  the order of forwards and backwards: its name, its file, or auto
@@ -226,6 +227,7 @@ class Prediction:
             "microbatches": plan.num_microbatches,
             "replicas": plan.replicas,
             "tensor": plan.tensor,
+            "order": list(plan.dimensions),
             "shard": plan.shard,
             "checkpoint": plan.checkpoint[0] if len(set(plan.checkpoint)) == 1 else list(plan.checkpoint),
             "schedule": plan.schedule,

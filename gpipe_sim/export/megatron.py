@@ -14,6 +14,7 @@ TOOL = Tool(
     optimizers=("adam", "sgd", "momentum"),
     shards=("none", "optimizer"),
     pure=False,
+    orders=True,
 )
 
 
@@ -26,6 +27,7 @@ def write(plan: Plan, plan_path: str) -> Written:
     if plan.tensor > 1:
         flags.append(f"--tensor-model-parallel-size {plan.tensor}")
         flags += ["--sequence-parallel"] if plan.scenario.plan.sequence_split else []
+    flags += ["--use-tp-pp-dp-mapping"] if plan.mesh.messages_inside else []
     if plan.replicas > 1 and sharded(plan, TOOL) == "optimizer":
         flags.append("--use-distributed-optimizer")
     v, equal = plan.stages_per_rank, True

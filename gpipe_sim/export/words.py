@@ -42,6 +42,8 @@ class Tool(NamedTuple):
     """What replicas may divide in a pipeline."""
     pure: bool
     """Whether weights may have 16 bits only."""
+    orders: bool = False
+    """Whether the ranks of a replica may be numbered before its replicas."""
 
 
 _NEAREST: dict[DType, DType] = {"fp64": "fp32", "fp16": "bf16"}
@@ -70,6 +72,8 @@ def differences(plan: Plan, tool: Tool) -> Iterator[str]:
         yield f"There is no {plan.dtype}: {_NEAREST[plan.dtype]} is written."
     if plan.scenario.optimizer not in tool.optimizers:
         yield f"There is no optimizer {plan.scenario.optimizer}: adam, whose state is larger, takes its place."
+    if plan.mesh.messages_inside and not tool.orders:
+        yield "Processes are numbered with replicas first, then ranks: what shares a node is not as the plan has it."
     if plan.pipeline != tuple(range(plan.num_ranks)):
         yield f"Ranks of a pipeline ascend: order the hosts as the plan's ranks, {listed(plan.pipeline)}, would be."
 

@@ -72,8 +72,10 @@ def make_plan(scenario: Scenario) -> Plan:
     if splits(spec.schedule, order) and not profile.splits:
         raise scenario.error("plan.schedule", cannot_split(scenario, spec.schedule))
     checkpoint = spec.checkpoint if isinstance(spec.checkpoint, tuple) else (spec.checkpoint,) * S
-    G = spec.copies
-    slowdowns = [cluster.slowest(range(rank * G, rank * G + G)) for rank in placement]
+    mesh, T = spec.mesh(max(placement) + 1), spec.tensor
+    firsts = {rank: [mesh.number(rank, replica) for replica in range(mesh.replicas)] for rank in set(placement)}
+    slowest = {rank: max(cluster.slowest(range(n, n + T)) for n in numbers) for rank, numbers in firsts.items()}
+    slowdowns = [slowest[rank] for rank in placement]
     plan = Plan(
         scenario=scenario,
         profile=profile,
@@ -85,7 +87,8 @@ def make_plan(scenario: Scenario) -> Plan:
         recompute=spec.recompute,
         recompute_unit=spec.recompute_unit,
         replicas=spec.replicas,
-        tensor=spec.tensor,
+        tensor=T,
+        dimensions=spec.order,
         shard=spec.shard,
         backward=order_of_backwards(spec.schedule, spec.backward),
         window=spec.window,

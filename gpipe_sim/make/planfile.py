@@ -43,11 +43,13 @@ from gpipe_sim.plan.orders import SCHEDULES
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.plan.program import order_of, shape_of
 from gpipe_sim.plan.stages import microbatch_sizes
+from gpipe_sim.scenario.mesh import SUMS_INSIDE
 from gpipe_sim.scenario.reading import Source, parse_scenario, read_document
 from gpipe_sim.scenario.schema import (
     AUTO,
     BackwardOrder,
     Checkpoint,
+    OrderField,
     PlanSpec,
     Recompute,
     RecomputeUnit,
@@ -88,6 +90,8 @@ class _PlanFile(Strict):
     """D."""
     tensor: Annotated[int, Field(ge=1, le=10**9)] = 1
     """T; the profile is that of one device of so many that hold a layer together."""
+    dimensions: OrderField = SUMS_INSIDE
+    """The order in which devices are numbered, a scenario's ``plan.order``."""
     shard: Shard = "none"
     """What the D ranks that hold the same stages divide among themselves."""
     schedule: ScheduleField
@@ -121,6 +125,7 @@ def plan_text(plan: Plan) -> str:
         "microbatches": plan.num_microbatches,
         **({"replicas": plan.replicas} if plan.replicas > 1 else {}),
         **({"tensor": plan.tensor} if plan.tensor > 1 else {}),
+        **({"dimensions": list(plan.dimensions)} if plan.mesh.messages_inside else {}),
         **({"shard": plan.shard} if plan.shard != "none" else {}),
         "schedule": plan.schedule,
         "recompute": plan.recompute,
@@ -213,6 +218,7 @@ def parse_plan(document: Document) -> Plan:
         recompute_unit=content.recompute_unit,
         replicas=content.replicas,
         tensor=content.tensor,
+        dimensions=content.dimensions,
         shard=content.shard,
         backward=order_of_backwards(content.schedule, content.backward),
         window=content.window,
@@ -254,6 +260,7 @@ def _contradictions(content: _PlanFile, scenario: Scenario, profile: Profile) ->
         microbatches=content.microbatches,
         replicas=content.replicas,
         tensor=content.tensor,
+        order=list(content.dimensions),  # type: ignore[arg-type]  # as a file has it
         sequence_split=scenario.plan.sequence_split,
         schedule=content.schedule,
         placement=[stage.rank for stage in content.stages],  # type: ignore[arg-type]  # as a file has it

@@ -131,7 +131,16 @@ def similar(plan: Plan) -> tuple[object, ...]:
     """Plans of one shape that are equal in this differ in nothing but balance and checkpoint."""
     scenario = plan.scenario
     of_scenario = id(scenario.cluster), scenario.batch, scenario.optimizer, scenario.precision
-    return id(plan.profile), *of_scenario, plan.placement, plan.recompute_unit, plan.replicas, plan.tensor, plan.shard
+    return (
+        id(plan.profile),
+        *of_scenario,
+        plan.placement,
+        plan.recompute_unit,
+        plan.replicas,
+        plan.tensor,
+        plan.dimensions,
+        plan.shard,
+    )
 
 
 def work_s(plan: Plan) -> dict[Letter, Array]:

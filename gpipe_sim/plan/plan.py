@@ -17,6 +17,7 @@ from gpipe_sim.plan.actions import KINDS
 from gpipe_sim.plan.order import Order
 from gpipe_sim.plan.stages import boundary_bytes, microbatch_sizes, recomputed, stage_seconds, sum_by_stage
 from gpipe_sim.scenario.catalog import DType, Link
+from gpipe_sim.scenario.mesh import SUMS_INSIDE, Dimensions, Mesh
 from gpipe_sim.scenario.schema import MEASURED, BackwardOrder, Checkpoint, Recompute, RecomputeUnit, Scenario, Shard
 
 _MOST_ROWS = 64
@@ -50,9 +51,9 @@ class Plan:
         pipeline    2 0 1              rank of each position
         positions   0 1 2 0 1 2        position of each stage
 
-    That is one replica, and so is everything else here unless it says otherwise. Those of D replicas are numbered with
-    the replica innermost, as Megatron does: rank r of replica d has the number r D + d in the cluster, so that ranks
-    which hold the same stages, and sum their gradients, are near each other.
+    That is one replica, and so is everything else here unless it says otherwise. A `Mesh` says which numbers in the
+    cluster those of D replicas have: by default the replica is innermost, as Megatron has it, so that ranks which hold
+    the same stages, and sum their gradients, are near each other.
 
                     replica 0   1
         rank 0              0   1      D = 2, K = 3: a world of 6
@@ -60,8 +61,8 @@ class Plan:
         rank 2              4   5
 
     A rank may be a *tensor group* of T devices, which hold slices of the same layers and do the same at the same time;
-    its profile says what one of them does, their collectives included. Their numbers follow each other, (r D + d) T and
-    on, so that they are in one node if it has as many.
+    its profile says what one of them does, their collectives included. Their numbers follow each other, so that they
+    are in one node if it has as many.
     """
 
     scenario: Scenario
@@ -85,6 +86,8 @@ class Plan:
     """D."""
     tensor: int = 1
     """T: devices that hold each of a rank's stages together."""
+    dimensions: Dimensions = SUMS_INSIDE
+    """The order in which devices are numbered."""
     shard: Shard = "none"
     """What the ranks that hold the same stages divide among themselves."""
     order: Order | None = None
@@ -132,15 +135,25 @@ class Plan:
 
     def global_rank(self, rank: int, replica: int = 0) -> int:
         """The number in the cluster of a replica's rank; of a tensor group, of its first device."""
-        return (rank * self.replicas + replica) * self.tensor
+        return self.mesh.number(rank, replica)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """How the devices of all replicas are numbered in the cluster."""
+        return Mesh(self.ranks[-1] + 1, self.replicas, self.tensor, self.dimensions)
+
+    @property
+    def _processes(self) -> Mesh:
+        """How processes are numbered: as devices are, without gaps, one for each rank."""
+        return Mesh(self.num_ranks, self.replicas, 1, self.dimensions)
 
     def process(self, position: int, replica: int = 0) -> int:
         """The number of the process, of K D, that is this replica's rank at that position of the pipeline."""
-        return self.ranks.index(self.pipeline[position]) * self.replicas + replica
+        return self._processes.number(self.ranks.index(self.pipeline[position]), replica)
 
     def place_of(self, process: int) -> tuple[int, int]:
         """The position and the replica of a process."""
-        index, replica = divmod(process, self.replicas)
+        index, replica = self._processes.place(process)
         return self.pipeline.index(self.ranks[index]), replica
 
     @property
@@ -210,7 +223,7 @@ class Plan:
         if D == 1:
             return 1
         factors: dict[int, list[float]] = {}
-        for rank, replica in {divmod(number // self.tensor, D) for number in cluster.slowdown}:
+        for rank, replica in {self.mesh.place(number) for number in cluster.slowdown}:
             factors.setdefault(rank, []).append(self.rank_slowdown(rank, replica))
         alike = all(len({*found, *([1.0] if len(found) < D else [])}) == 1 for found in factors.values())
         return 1 if alike and cluster.jitter is None and not self.crowded_nodes else D
@@ -218,11 +231,10 @@ class Plan:
     @cached_property
     def group(self) -> tuple[int, int]:
         """How many of the D ranks that hold the same stages are in each node, and in how many nodes they are."""
-        per_node = max((self.scenario.cluster.devices_per_node or self.world) // self.tensor, 1)
         in_one = self.tensors_per_node == self.tensor and all(
             self.node_of(rank) == self.node_of(rank, self.replicas - 1) for rank in self.ranks
         )
-        return (self.replicas, 1) if in_one else (per_node, self.replicas // per_node)
+        return (self.replicas, 1) if in_one else self.mesh.group(self.scenario.cluster.devices_per_node)
 
     @property
     def tensors_per_node(self) -> int:

@@ -1,7 +1,7 @@
 """Scenarios by their file, their name or as a dict: overrides, and lists that stand for a sweep.
 
-A *list* is a sweep over its values: everywhere under ``plan:`` (where ``balance`` and ``placement`` are lists by
-nature, so that a list of lists is their sweep) and for every ``bandwidth`` and ``latency`` under ``cluster:``.
+A *list* is a sweep over its values: everywhere under ``plan:`` (where ``balance``, ``placement`` and ``order`` are
+lists by nature, so that a list of lists is their sweep) and for every ``bandwidth`` and ``latency`` under ``cluster:``.
 
     file --parse--> data --overrides--> data --expand lists--> points --validate--> Scenario, Scenario, ...
 
@@ -212,8 +212,8 @@ def _swept_fields(data: Mapping[str, Any]) -> Iterator[tuple[FieldPath, list[Any
     for section, content in data.items():
         if section == "plan" and isinstance(content, dict):
             for key, value in content.items():
-                nested = key in ("balance", "placement")
-                if isinstance(value, list) and (not nested or any(isinstance(v, list | str) for v in value)):
+                of_lists = {"balance": list | str, "placement": list | str, "order": list}.get(key)
+                if isinstance(value, list) and (of_lists is None or any(isinstance(v, of_lists) for v in value)):
                     yield ("plan", key), value
         elif section == "cluster":
             yield from _swept_rates(content, ("cluster",))

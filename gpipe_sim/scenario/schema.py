@@ -17,6 +17,7 @@ from gpipe_sim.base.files import Document, InputError, Strict, did_you_mean
 from gpipe_sim.base.limits import FACTOR, SAMPLES, shown
 from gpipe_sim.scenario.campaign import CampaignSpec
 from gpipe_sim.scenario.catalog import LINKS, Device, DType, Link, Price, device_names, find_device
+from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE, Dimensions, Mesh
 from gpipe_sim.scenario.presets import PRESETS, find_preset
 
 Optimizer = Literal["sgd", "momentum", "rmsprop", "adam"]
@@ -553,6 +554,15 @@ def _to_counts(least: int, example: str) -> PlainValidator:
     return PlainValidator(convert)
 
 
+def to_order(value: object) -> Dimensions:
+    """The order of dimensions as it is written."""
+    for order in (SUMS_INSIDE, MESSAGES_INSIDE):
+        if value == list(order):
+            return order
+    known = " or ".join(f"[{', '.join(order)}]" for order in (SUMS_INSIDE, MESSAGES_INSIDE))
+    raise ValueError(f"found {shown(value)}, expected {known}: tensor groups exchange most, so they come first")
+
+
 def to_window(value: object) -> int | None:
     """How many receives may be posted ahead, as it is written; None for all."""
     if value == "all":
@@ -583,6 +593,8 @@ BalanceField = Annotated[tuple[int, ...] | None, _to_counts(1, "[12, 12, 12, 12]
 """``auto``, the cut with the smallest bottleneck, or the layers of each stage, ``[12, 12, 12, 12]``."""
 PlacementField = Annotated[tuple[int, ...] | None, _to_counts(0, "[0, 1, 2, 3]")]
 """``auto``, as the schedule has it, or the rank of each stage, ``[0, 2, 1, 3]``."""
+OrderField = Annotated[Dimensions, PlainValidator(to_order)]
+"""``[tensor, data, pipeline]``, or ``[tensor, pipeline, data]``."""
 WindowField = Annotated[int | None, PlainValidator(to_window)]
 """A whole number of at least 1, or ``all``."""
 
@@ -598,8 +610,7 @@ class PlanSpec(Strict):
     microbatches: Count | None = None
     """M, how many pieces a batch, or each replica's share of it, is cut into; ``naive`` has one."""
     replicas: Count = 1
-    """D, copies of the pipeline, each with an equal share of the batch: K D ranks in all. Ranks that hold the same
-    stages have numbers that follow each other: copy d of a pipeline's rank r is rank r D + d."""
+    """D, copies of the pipeline, each with an equal share of the batch: K D ranks in all, numbered by ``order``."""
     tensor: Count = 1
     """T, devices that hold each stage together, a slice of each of its layers each: K D T devices in all, those of a
     group with numbers that follow each other. A transformer without a profile is sliced as Megatron-LM does; a profile
@@ -607,6 +618,11 @@ class PlanSpec(Strict):
     sequence_split: bool = True
     """Whether the T devices of a group also divide the sequence where layers are not sliced, in norms and residuals
     (Megatron-LM's sequence parallelism), and so everything that is kept for the backward."""
+    order: OrderField = SUMS_INSIDE
+    """Which devices have numbers that follow each other, and so share a node, after those of a tensor group: the D
+    ranks that hold the same stages (``[tensor, data, pipeline]``: copy d of a pipeline's rank r is rank r D + d, and
+    sums stay inside a node), or the K ranks of a pipeline (``[tensor, pipeline, data]``: it is rank d K + r, and
+    messages do)."""
     shard: Shard = "none"
     """What the D ranks that hold the same stages divide among themselves: nothing; the ``optimizer`` state (ZeRO-1),
     so that each updates its share of the weights and all gather the rest; or the ``parameters`` with their gradients,
@@ -654,6 +670,10 @@ class PlanSpec(Strict):
     def share(self, batch: int) -> int:
         """Samples of each replica."""
         return batch // self.replicas
+
+    def mesh(self, num_ranks: int) -> Mesh:
+        """How devices are numbered, with ranks below that number."""
+        return Mesh(num_ranks, self.replicas, self.tensor, self.order)
 
     @property
     def copies(self) -> int:
@@ -712,6 +732,15 @@ class Scenario:
     def samples(self) -> int:
         """Of each replica in a step."""
         return self.plan.share(self.batch)
+
+    def can_have(self, num_ranks: int) -> bool:
+        """Whether the cluster has so many ranks for each replica, and replicas on that many are alike."""
+        cluster, mesh = self.cluster, self.plan.mesh(num_ranks)
+        if mesh.messages_inside and cluster.devices_per_node is not None:
+            enough = num_ranks * self.plan.copies <= cluster.nodes * cluster.devices_per_node
+            return enough and mesh.is_alike(cluster.devices_per_node)
+        most = cluster.ranks_for(self.plan.copies)
+        return most is None or num_ranks <= most
 
     def beside(self, name: str) -> Path:
         """A file by its name, as seen from the scenario's folder."""

@@ -234,8 +234,14 @@ def plan_contradictions(
             f"found {D}, expected at most {most}: each replica needs {num_ranks * T} of {devices} devices",
         )
     elif cluster and (g := cluster.devices_per_node):
-        last = (max(plan.placement) if plan.placement else num_ranks - 1) * G + G - 1
-        if last >= g and g % G and G % g:
+        mesh = plan.mesh(max(plan.placement) + 1 if plan.placement else num_ranks)
+        if not mesh.is_alike(g) and mesh.messages_inside:
+            found = f"found {D} of {mesh.block} devices each"
+            message = (
+                f"{found}, expected as many in each node of {g}, or each in whole nodes, so that replicas are alike"
+            )
+            yield ("plan", "replicas"), message
+        elif not mesh.is_alike(g):
             found = f"found {D}" if T == 1 else f"found {D} of {T} devices each"
             message = (
                 f"{found}, expected a divisor or a multiple of the {g} devices of a node, so that replicas are alike"

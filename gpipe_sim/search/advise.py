@@ -198,6 +198,7 @@ def describe(plan: Plan) -> str:
     if chosen and plan.recompute_unit != "stage":
         what += f" by {plan.recompute_unit}"
     divided = "" if plan.shard == "none" or plan.replicas == 1 else f", {plan.shard} divided"
+    divided += ", ranks of a replica together" if plan.mesh.messages_inside else ""
     return f"K={plan.num_ranks},{replicas} M={plan.num_microbatches}, {plan.schedule}{each}, recompute {what}{divided}"
 
 

@@ -115,7 +115,7 @@ def outlooks(searcher: Searcher) -> Iterator[Outlook]:
         if v > 1 and not cluster.overlap:
             continue  # senders that wait can wait for each other, where a rank has several stages
         for K in space.ranks_of(v):
-            if K > devices or v * K > profile.num_layers:
+            if K > devices or v * K > profile.num_layers or not searcher.scenario.can_have(K):
                 continue
             ranks = sorted(by_speed[:K])
             placement = tuple(ranks[position_of(schedule.pattern, stage, K)] for stage in range(v * K))

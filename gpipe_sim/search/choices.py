@@ -12,6 +12,7 @@ import numpy as np
 from gpipe_sim.base.limits import CELLS
 from gpipe_sim.cost.analytic import build_profile
 from gpipe_sim.plan.orders import SCHEDULES
+from gpipe_sim.scenario.mesh import SUMS_INSIDE, Dimensions
 from gpipe_sim.scenario.schema import (
     AUTO,
     BackwardOrder,
@@ -65,17 +66,19 @@ class Space:
     windows: tuple[int | None, ...]
     balances: tuple[tuple[int, ...], ...] | None
     """None is any cut."""
-    frames: tuple[tuple[int, Shard], ...] = ((1, "none"),)
-    """Numbers of replicas, and what they divide: each is searched by itself, a pipeline with its share of the batch."""
+    frames: tuple[tuple[int, Shard, Dimensions], ...] = ((1, "none", SUMS_INSIDE),)
+    """Numbers of replicas, what they divide, and how they are numbered: each is searched by itself, a pipeline with its
+    share of the batch."""
     open_counts: bool = True
     """Whether the numbers of micro-batches were left open."""
     is_joint: bool = False
-    """Whether numbers of replicas and tensor groups are searched with everything else (`joint`); the next four are for
+    """Whether numbers of replicas and tensor groups are searched with everything else (`joint`); the next five are for
     that, and none of them is anything that can be. Where stages are given, plans are chosen from those in `swept`."""
     replicas_open: tuple[int, ...] = ()
     tensors: tuple[int, ...] = ()
     shards: tuple[Shard, ...] = ()
     units: tuple[RecomputeUnit, ...] = ()
+    orders: tuple[Dimensions, ...] = ()
     objective: Objective = "time"
     """What the best plan has least of."""
     swept: tuple[Scenario, ...] = ()
@@ -83,8 +86,8 @@ class Space:
 
     def framed(self) -> Iterator["Space"]:
         """A space for each frame, of the plans that can be there."""
-        for replicas, shard in self.frames:
-            chosen = self.scenario.plan.model_copy(update={"replicas": replicas, "shard": shard})
+        for replicas, shard, order in self.frames:
+            chosen = self.scenario.plan.model_copy(update={"replicas": replicas, "shard": shard, "order": order})
             scenario = replace(self.scenario, plan=chosen)
             counts = tuple(M for M in self.microbatches if M <= scenario.samples)
             if self.open_counts and replicas > 1:
@@ -92,13 +95,13 @@ class Space:
             swept = tuple(
                 point
                 for point in self.swept
-                if point.plan.replicas == replicas and (replicas == 1 or point.plan.shard == shard)
+                if point.plan.replicas == replicas
+                and (replicas == 1 or (point.plan.shard, point.plan.order) == (shard, order))
             )
-            most = scenario.cluster.ranks_for(replicas)
-            stages = tuple(K for K in self.stages if not self.are_ranks or most is None or K <= most)
+            stages = tuple(K for K in self.stages if not self.are_ranks or scenario.can_have(K))
             if stages and counts:
                 changed = replace(self, scenario=scenario, stages=stages, microbatches=counts, swept=swept)
-                yield replace(changed, frames=((replicas, shard),))
+                yield replace(changed, frames=((replicas, shard, order),))
 
     def ranks_of(self, stages_per_rank: int) -> list[int]:
         """K, where each rank holds so many stages."""
@@ -142,8 +145,10 @@ def space_of(points: Sequence[Scenario]) -> Space:
     )
     if not is_joint and any(spec.recompute_unit != "stage" for spec in specs):
         raise first.error("plan.recompute_unit", "is not searched yet, expected stage; gpipe simulate knows the others")
-    frames = _distinct((spec.replicas, spec.shard if spec.replicas > 1 else "none") for spec in specs)
-    if first.cluster.slowdown and frames != ((1, "none"),):
+    frames = _distinct(
+        (spec.replicas, spec.shard, spec.order) if spec.replicas > 1 else (1, "none", SUMS_INSIDE) for spec in specs
+    )
+    if first.cluster.slowdown and {replicas for replicas, *_ in frames} != {1}:
         slow = "cluster.groups" if first.cluster.groups else "cluster.slowdown"
         message = f"is not searched with {slow} yet, expected 1; gpipe simulate knows more"
         raise first.error("plan.replicas", message)
@@ -168,6 +173,7 @@ def space_of(points: Sequence[Scenario]) -> Space:
         replicas_open=_distinct(spec.replicas for spec in specs) if "replicas" in given else (),
         tensors=_distinct(spec.tensor for spec in specs) if "tensor" in given else (),
         shards=_distinct(spec.shard for spec in specs) if "shard" in given else (),
+        orders=_distinct(spec.order for spec in specs) if "order" in given else (),
         units=_distinct(spec.recompute_unit for spec in specs) if "recompute_unit" in given else (),
         checkpoints=_distinct(spec.checkpoint for spec in specs) if "checkpoint" in given else None,
         recomputes=_distinct(spec.recompute for spec in specs) if "recompute" in given else ("early",),

@@ -111,7 +111,8 @@ class Improver:
             for first, second in combinations(range(ranks), 2):
                 if second - first == 1 or ranks <= _FEW_STAGES:
                     yield _exchanged(first, second)
-            unused = sorted({*range(cluster.ranks_for(plan.replicas * plan.tensor) or ranks)} - {*plan.placement})
+            most = ranks if plan.mesh.messages_inside else cluster.ranks_for(plan.replicas * plan.tensor) or ranks
+            unused = sorted({*range(most)} - {*plan.placement})
             slowest = max(plan.pipeline, key=lambda rank: cluster.slowdown.get(rank, 1.0))
             for rank in unused[:_FEW_STAGES]:
                 yield _on_rank(plan.pipeline.index(slowest), rank)

@@ -10,6 +10,7 @@ A *frame* is what a search of one pipeline takes as given: replicas, what they d
 recomputation. Every frame has a scenario, a profile and a judge of its own.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -29,6 +30,7 @@ from gpipe_sim.plan.orders import SCHEDULES, position_of
 from gpipe_sim.plan.partition import partition
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.plan.stages import microbatch_sizes
+from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE, Dimensions
 from gpipe_sim.scenario.schema import Checkpoint, RecomputeUnit, Scenario, Shard, Transformer
 from gpipe_sim.scenario.validate import plan_contradictions
 from gpipe_sim.search.choices import Space
@@ -55,6 +57,9 @@ _LARGEST = 64
 """Samples of the largest micro-batch that is tried."""
 
 
+_NOTHING: tuple[Checkpoint, ...] = ("never",)
+
+
 class Frame(NamedTuple):
     """What is the same for all pipelines of a search."""
 
@@ -62,6 +67,7 @@ class Frame(NamedTuple):
     shard: Shard
     tensor: int
     unit: RecomputeUnit
+    order: Dimensions = SUMS_INSIDE
 
 
 class Choice(NamedTuple):
@@ -97,6 +103,7 @@ class JointSearch:
         self.judges: dict[Frame, Judge] = {}
         self._scenario, self._profile = cache(self._make_scenario), cache(self._make_profile)
         self._balance = lru_cache(maxsize=4096)(self._make_balance)
+        self._traffic_of = cache(self._make_traffic)
 
     @property
     def found(self) -> list[Candidate]:
@@ -210,22 +217,31 @@ class JointSearch:
         for T in self.space.tensors or self._tensors(world):
             for D in self.space.replicas_open or _divisors(world // T if world % T == 0 else 0):
                 K, rest = divmod(world, T * D)
-                if rest or not K or self.scenario.batch % D or self._cannot(T, D, K):
+                if rest or not K or self.scenario.batch % D:
                     continue
-                yield from self._of_mesh(T, D, K)
+                for order in self._orders(D, K):
+                    if not self._cannot(T, D, K, order):
+                        yield from self._of_mesh(T, D, K, order)
+
+    def _orders(self, D: int, K: int) -> tuple[Dimensions, ...]:
+        """How devices are numbered matters where there are several replicas of several ranks on several nodes."""
+        if D == 1 or K == 1 or self.scenario.cluster.nodes == 1:
+            return (SUMS_INSIDE,)
+        return self.space.orders or (SUMS_INSIDE, MESSAGES_INSIDE)
 
     def _tensors(self, world: int) -> list[int]:
         """Within a node, and all devices: what is between pays the network and gains less."""
         each = self.scenario.cluster.devices_per_node or world
         return sorted({*(T for T in _divisors(each) if T <= world), world})
 
-    def _cannot(self, T: int, D: int, K: int) -> bool:
+    def _cannot(self, T: int, D: int, K: int, order: Dimensions) -> bool:
         """Whether groups or replicas of that size cannot be, or not there."""
-        chosen = self.scenario.plan.model_copy(update={"tensor": T, "replicas": D, "stages": K, "microbatches": None})
+        size = {"tensor": T, "replicas": D, "stages": K, "order": order, "microbatches": None}
+        chosen = self.scenario.plan.model_copy(update=size)
         found = plan_contradictions(chosen, self.scenario.model, self.scenario.cluster, self.scenario.batch)
         return any(path[0] == "plan" for path, _ in found)
 
-    def _of_mesh(self, T: int, D: int, K: int) -> Iterator[Choice]:
+    def _of_mesh(self, T: int, D: int, K: int, order: Dimensions) -> Iterator[Choice]:
         space, samples, layers = self.space, self.scenario.batch // D, self._layers
         model = self.scenario.model
         shards: tuple[Shard, ...] = space.shards or ("none", "optimizer", "parameters")
@@ -243,7 +259,7 @@ class JointSearch:
                     for mode in modes:
                         for unit in units if mode != "never" else units[:1]:
                             if unit == "stage" or not SCHEDULES[schedule].splits:
-                                yield Choice(Frame(D, shard, T, unit), K, schedule, v, M, mode)
+                                yield Choice(Frame(D, shard, T, unit, order), K, schedule, v, M, mode)
 
     def _schedules(self, K: int) -> Iterator[tuple[str, int]]:
         """Those that are given; else 1F1B, plain and interleaved, from which the others are tried at the end."""
@@ -252,8 +268,9 @@ class JointSearch:
         beyond = [(name, v) for name, v in self.space.beyond if given or name == "interleaved_1f1b"]
         for name in plain:
             yield name, 1
-        for name, v in beyond if K > 1 and self.scenario.cluster.overlap else ():
-            yield name, v
+        for name, v in beyond:
+            if (K > 1 or given) and (v == 1 or self.scenario.cluster.overlap):
+                yield name, v
 
     @property
     def _layers(self) -> int:
@@ -267,6 +284,7 @@ class JointSearch:
             "shard": frame.shard,
             "tensor": frame.tensor,
             "recompute_unit": frame.unit,
+            "order": frame.order,
         }
         return replace(self.scenario, plan=self.scenario.plan.model_copy(update=update))
 
@@ -298,6 +316,7 @@ class JointSearch:
             recompute_unit=frame.unit,
             replicas=frame.replicas,
             tensor=frame.tensor,
+            dimensions=frame.order,
             shard=frame.shard,
             backward=order_of_backwards(choice.schedule, self.space.backwards[0]),
             window=self.space.windows[0],
@@ -315,8 +334,9 @@ class JointSearch:
     def estimate(self, choice: Choice) -> Estimate:
         """Of the slowest and of the fullest rank: the first, or the last, which has the head.
 
-        seconds   M x the slowest rank's, + what the schedule's ideal bubble is of the average rank's, + collectives of
-                  the replicas, half of which other stages hide, + update
+        seconds   M x the slowest rank's or, if that is more, its messages', + what the schedule's ideal bubble is of
+                  the average rank's, + the way of a message through all ranks, there and back, + collectives of the
+                  replicas, half of which other stages hide, + update
         bytes     weights, gradients and state as they are divided, + micro-batches in flight x what each keeps
         """
         frame, K, v, M, mode = choice.frame, choice.ranks, choice.stages_per_rank, choice.microbatches, choice.mode
@@ -338,9 +358,13 @@ class JointSearch:
         work = by_rank(plain.forward_s + costs.backward_s + again)
         bubble = SCHEDULES[choice.schedule].bubble_ideal(K, v, M)
         weights = by_rank(profile.parameter_bytes)
-        seconds = M * (float(work.max()) + float(work.mean()) * bubble / (1 - bubble))
+        traffic, message = self._traffic(choice), float(plain.output_bytes[0])
+        carried = float(traffic.s_per_byte.max(initial=0.0)) * message * v
+        busy = max(float(work.max()), carried) if self.scenario.cluster.overlap else float(work.max()) + 2 * carried
+        seconds = M * (busy + float(work.mean()) * bubble / (1 - bubble))
+        seconds += 2 * float((traffic.s_per_byte * message + traffic.latency_s).sum())
         seconds += float(by_rank(profile.optimizer_s).max()) / (1 if frame.shard == "none" else D)
-        seconds += self._collectives_s(frame, float(weights.max())) * (0.5 if K > 1 else 1.0)
+        seconds += self._collectives_s(choice, float(weights.max())) * (0.5 if K > 1 else 1.0)
 
         per = bytes_per_parameter(self.scenario.optimizer, profile.dtype, self.scenario.precision)
         state, shard = per.optimizer / per.weight, frame.shard if D > 1 else "none"
@@ -354,23 +378,63 @@ class JointSearch:
         )
         return Estimate(seconds, float((weights * held + activations).max()), choice)
 
-    def _collectives_s(self, frame: Frame, weights: float) -> float:
-        D, cluster = frame.replicas, self.scenario.cluster
-        if D == 1:
+    def _collectives_s(self, choice: Choice, weights: float) -> float:
+        cluster, traffic = self.scenario.cluster, self._traffic(choice)
+        if choice.frame.replicas == 1:
             return 0.0
         per = bytes_per_parameter(self.scenario.optimizer, self.scenario.dtype, self.scenario.precision)
-        per_node = min(D, max((cluster.devices_per_node or D * frame.tensor) // frame.tensor, 1))
-        sharers = -(-per_node * min(frame.tensor, cluster.devices_per_node or frame.tensor) // cluster.nics)
-        group = per_node, -(-D // per_node), cluster.link, cluster.network or cluster.link, sharers
+        group = *traffic.group, cluster.link, cluster.network or cluster.link, traffic.sharers
         summed = weights * per.gradient / per.weight
-        if frame.shard == "none":
+        if choice.frame.shard == "none":
             return spanning_s("sum", summed, *group)
         return spanning_s("scatter", summed, *group) + spanning_s("gather", weights, *group)
+
+    def _traffic(self, choice: Choice) -> "_Traffic":
+        D, _, T, _, order = choice.frame
+        return self._traffic_of(Frame(D, "none", T, "stage", order), choice.ranks)
+
+    def _make_traffic(self, frame: Frame, K: int) -> "_Traffic":
+        scenario = self._scenario(frame)
+        plan = Plan(
+            scenario=scenario,
+            profile=self._profile(frame.tensor),
+            balance=(1,) * K,
+            placement=tuple(range(K)),
+            num_microbatches=1,
+            checkpoint=_NOTHING * K,
+            schedule="1f1b",
+            recompute="early",
+            replicas=frame.replicas,
+            tensor=frame.tensor,
+            dimensions=frame.order,
+            backward="fifo",
+            window=None,
+        )
+        links = [(plan.link(edge), plan.sharers if plan.nic_route(edge) else 1) for edge in range(K - 1)]
+        rings = Counter(nic for rank in plan.ranks for nic in plan.ring_nics(rank))
+        return _Traffic(
+            s_per_byte=np.array([sharers / link.bandwidth for link, sharers in links]) / plan.message_slices,
+            latency_s=np.array([link.latency for link, _ in links]),
+            group=plan.group,
+            sharers=plan.collective_sharers * max(rings.values(), default=1),
+        )
+
+
+class _Traffic(NamedTuple):
+    """What the network costs a mesh, whatever is sent."""
+
+    s_per_byte: Array
+    """From each rank to the next."""
+    latency_s: Array
+    group: tuple[int, int]
+    """Of the ranks that hold the same stages: how many in each node, and in how many nodes."""
+    sharers: int
+    """Of a NIC, where all ranks of a node sum at once."""
 
 
 def frame_of(plan: Plan) -> Frame:
     """Of a plan."""
-    return Frame(plan.replicas, plan.shard, plan.tensor, plan.recompute_unit)
+    return Frame(plan.replicas, plan.shard, plan.tensor, plan.recompute_unit, plan.dimensions)
 
 
 def _divisors(number: int) -> list[int]:

@@ -78,6 +78,7 @@ class Setup(NamedTuple):
             replicas=scenario.plan.replicas,
             shard=scenario.plan.shard,
             tensor=scenario.plan.tensor,
+            dimensions=scenario.plan.order,
             recompute_unit=scenario.plan.recompute_unit,
         )
 
@@ -85,12 +86,13 @@ class Setup(NamedTuple):
 def setups_of(space: Space, num_layers: int) -> Iterator[Setup]:
     """Every setup of a space, each once."""
     cluster, D = space.scenario.cluster, space.scenario.plan.copies
-    most = cluster.ranks_for(D)
     for K, M in product(space.stages, space.microbatches):
-        if K > num_layers or K * M > CELLS or (most is not None and K > most):
+        if K > num_layers or K * M > CELLS or not space.scenario.can_have(K):
             continue
         windows = {M if window is None else min(window, M): window for window in reversed(space.windows)}
-        if space.placements is None:
+        if space.placements is None and space.scenario.plan.mesh(K).messages_inside:
+            placements = [tuple(range(K))]  # on other ranks, replicas would meet the borders of nodes elsewhere
+        elif space.placements is None:
             placements = list(open_placements(K, _kinds(cluster, K, D)))
         else:
             given = (tuple(range(K)) if one is None else one for one in space.placements)
@@ -116,8 +118,9 @@ Kinds = tuple[tuple[float, int], ...]
 def has_every_placement(space: Space) -> bool:
     """Whether the setups of a space are on all ranks in all orders that it allows."""
     cluster, D = space.scenario.cluster, space.scenario.plan.copies
-    most = cluster.ranks_for(D)
-    possible = [K for K in space.stages if most is None or K <= most]
+    possible = [K for K in space.stages if space.scenario.can_have(K)]
+    if space.placements is None and any(space.scenario.plan.mesh(K).messages_inside for K in possible):
+        return False
     return space.placements is not None or all(_all_placements(K, _kinds(cluster, K, D)) for K in possible)
 
 

@@ -31,6 +31,7 @@ _PLAN_FIELDS = (
     "microbatches",
     "replicas",
     "tensor",
+    "order",
     "shard",
     "checkpoint",
     "schedule",
@@ -178,7 +179,8 @@ def describe(plan: Plan) -> str:
     window = "" if plan.window == PlanSpec().window else f"; window {plan.window or 'all'}"
     if plan.replicas > 1:
         divided = "" if plan.shard == "none" else f" that divide the {plan.shard}"
-        placement += f"; {plan.replicas} replicas{divided}"
+        together = ", the ranks of each together" if plan.mesh.messages_inside else ""
+        placement += f"; {plan.replicas} replicas{together}{divided}"
     if plan.tensor > 1:
         split = ", which split the sequence" if plan.scenario.plan.sequence_split else ""
         placement += f"; tensor groups of {plan.tensor}{split}"
