@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from gpipe_exec.devices.process import leave
     from gpipe_exec.engine.checkpoint import read_model
     from gpipe_exec.engine.pipeline import Pipeline, pin_to_cores
+    from gpipe_exec.engine.selective import attention
     from gpipe_exec.engine.world import plan_for_world
     from gpipe_exec.modules.huggingface import split_huggingface, token_loss
     from gpipe_exec.modules.splitting import split
 
 __all__ = [
     "Pipeline",
+    "attention",
     "leave",
     "pin_to_cores",
     "plan_for_world",
@@ -27,6 +29,7 @@ __all__ = [
 
 _MODULES = {
     "Pipeline": "gpipe_exec.engine.pipeline",
+    "attention": "gpipe_exec.engine.selective",
     "leave": "gpipe_exec.devices.process",
     "pin_to_cores": "gpipe_exec.engine.pipeline",
     "plan_for_world": "gpipe_exec.engine.world",

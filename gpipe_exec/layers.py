@@ -21,6 +21,7 @@ from gpipe_exec.devices.environment import folder_of
 from gpipe_exec.engine.losses import Loss
 from gpipe_exec.engine.messages import flatten, unflatten
 from gpipe_exec.engine.precision import DTYPES, computes_with_copies
+from gpipe_exec.engine.selective import attention
 from gpipe_exec.modules.splitting import SplitError, split
 from gpipe_sim.scenario.schema import HuggingFaceModel, PythonModel, Scenario, Transformer
 
@@ -196,7 +197,7 @@ class Block(nn.Module):
         q, k, v = together.split([model.heads, model.num_kv_heads, model.num_kv_heads], dim=1)
         if model.positions == "rotary":
             q, k = self._rotated(q), self._rotated(k)
-        mixed = self._attention(q, k, v)
+        mixed = attention(self._attention, q, k, v)
         x = x + self.project(mixed.transpose(1, 2).reshape(n, s, -1))
         inside, up = self.norm2(x), self.up
         wide = functional.gelu(up(inside)) if self.gate is None else functional.silu(self.gate(inside)) * up(inside)

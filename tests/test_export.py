@@ -307,6 +307,18 @@ def test_torchtitan_cannot_place_stages_anyhow_nor_split_a_backward_that_recompu
     assert "Where a backward is split, blocks are recomputed twice." in said(recomputed, "torchtitan")
 
 
+def test_attention_that_is_recomputed_by_itself_has_a_word_in_megatron_only():
+    shape = {"layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32, "attention": "classic"}
+    general = {"model": {"kind": "transformer"} | shape}
+    plan = transformer_plan(general=general, checkpoint="always", recompute_unit="attention")
+    flags = megatron(plan)
+    assert flags[flags.index("--recompute-granularity") + 1] == "selective"
+    assert flags[flags.index("--recompute-modules") + 1] == "core_attn"
+    for target in ("torchtitan", "deepspeed"):
+        with pytest.raises(InputError, match=f"plan.recompute_unit: found attention, .* export to {target}"):
+            export(plan, target)
+
+
 def test_megatron_has_virtual_stages_for_interleaved_1f1b():
     plan = transformer_plan(layers=4, balance=[2, 1, 1, 3], stages_per_rank=2, schedule="interleaved_1f1b")
     flags = megatron(plan)

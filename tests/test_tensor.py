@@ -178,7 +178,6 @@ def test_a_profile_is_of_one_size_of_groups(tmp_path):
 def test_what_nothing_executes_yet_is_refused_where_it_would_run():
     for choices, field in (
         ({"tensor": 2}, "plan.tensor"),
-        ({"recompute_unit": "attention", "checkpoint": "always"}, "plan.recompute_unit"),
         ({"precision": "mixed_fp32_gradients"}, "precision"),
     ):
         with pytest.raises(InputError, match=f"{field}: found .* gpipe run does not know"):

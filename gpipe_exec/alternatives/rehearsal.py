@@ -31,9 +31,11 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe_exec.engine import split
+from gpipe_exec.engine.selective import recomputes_attention
 from gpipe_exec.engine.transport import PeerToPeer, Pending, Transport
 from gpipe_exec.layers import Workload
 from gpipe_sim.cost.profile import Array, LayerCosts
+from gpipe_sim.cost.recompute import recomputed_in_backward
 from gpipe_sim.cost.transformer import bytes_per_parameter
 from gpipe_sim.plan.actions import Action
 from gpipe_sim.plan.figures import collective_kinds, figures_of
@@ -128,6 +130,8 @@ class RehearsedLayer(nn.Module):
         self._factor = stretch * plan.slowdown(stage, replica)
         layers = range(plan.profile.num_layers)[plan.stages[stage]]
         self._is_first, self._is_last = index == layers[0], index == layers[-1]
+        attention = plan.profile.table.get("attention_bytes")
+        self._has_attention = attention is not None and bool(attention[index].any())
         weights = float(plan.profile.parameter_bytes[index])
         per = bytes_per_parameter(plan.scenario.optimizer, plan.dtype, plan.scenario.precision)
         self._gradient_bytes = weights * per.gradient / per.weight
@@ -149,14 +153,16 @@ class RehearsedLayer(nn.Module):
             weights = _RehearsedWeights.apply(self.anchor, self, len(x), kept)  # type: ignore[no-untyped-call]
             output = _RehearsedInputs.apply(x, token @ weights, self, kept)  # type: ignore[no-untyped-call]
             return output
-        output = _Rehearsed.apply(x, self.anchor, self, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        selective = self._has_attention and recomputes_attention()
+        output = _Rehearsed.apply(x, self.anchor, self, torch.is_grad_enabled(), selective)  # type: ignore[no-untyped-call]
         return output
 
     def run_forward(
-        self, num_samples: int, *, keeps: bool, splits: bool = False
+        self, num_samples: int, *, keeps: bool, splits: bool = False, selective: bool = False
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output, and what stays for the backward beside it: what that frees first, and the rest."""
-        costs, i = self._costs(num_samples), self._index
+        """The output, and what stays for the backward beside it: what that frees first, and the rest. `selective`: its
+        attention is recomputed in the backward."""
+        costs, i = self._costs(num_samples, selective=selective), self._index
         output = _rows(num_samples, costs.output_bytes[i])
         beside = max(0.0, costs.saved_bytes[i] - costs.output_bytes[i]) if keeps else 0.0
         kept = _parted(beside, self._freed_by_inputs(costs) if splits else self._freed_first(costs))
@@ -165,9 +171,9 @@ class RehearsedLayer(nn.Module):
         del workspace
         return output, kept
 
-    def run_backward(self, shape: torch.Size, *, wanted: bool) -> torch.Tensor | None:
+    def run_backward(self, shape: torch.Size, *, wanted: bool, selective: bool = False) -> torch.Tensor | None:
         """The gradient of an input of this shape, if it is wanted; the weights' own is kept if it is the first."""
-        costs, i = self._costs(shape[0]), self._index
+        costs, i = self._costs(shape[0], selective=selective), self._index
         of_input = torch.empty(shape, dtype=_DTYPE) if wanted else None
         is_first = self.gradient is None
         of_weights = _bytes(self._gradient_bytes if is_first else 0.0)
@@ -230,8 +236,9 @@ class RehearsedLayer(nn.Module):
         making, adding = float(costs.workspace_backward_bytes[i]), float(costs.workspace_accumulate_bytes[i])
         return max(0.0, -making, -self._gradient_bytes - adding)
 
-    def _costs(self, num_samples: int) -> LayerCosts:
-        return self._plan.profile.at(num_samples)
+    def _costs(self, num_samples: int, *, selective: bool = False) -> LayerCosts:
+        profile = self._plan.profile
+        return (recomputed_in_backward(profile, "attention") if selective else profile).at(num_samples)
 
 
 _DTYPE = torch.float16
@@ -260,18 +267,20 @@ def _rows(num_samples: int, count: float) -> torch.Tensor:
 
 class _Rehearsed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: RehearsedLayer, keeps: bool) -> torch.Tensor:
-        output, kept = layer.run_forward(len(x), keeps=keeps)
-        ctx.layer, ctx.shape, ctx.kept = layer, x.shape, kept
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: RehearsedLayer, keeps: bool, selective: bool
+    ) -> torch.Tensor:
+        output, kept = layer.run_forward(len(x), keeps=keeps, selective=selective)
+        ctx.layer, ctx.shape, ctx.kept, ctx.selective = layer, x.shape, kept, selective
         ctx.save_for_backward(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         ctx.kept.pop(0)
-        of_input = ctx.layer.run_backward(ctx.shape, wanted=ctx.needs_input_grad[0])
+        of_input = ctx.layer.run_backward(ctx.shape, wanted=ctx.needs_input_grad[0], selective=ctx.selective)
         ctx.kept.clear()
-        return of_input, None, None, None
+        return of_input, None, None, None, None
 
 
 class _Fork(torch.autograd.Function):

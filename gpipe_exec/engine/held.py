@@ -107,12 +107,14 @@ class Held:
         for layer in range(len(layers))[self.plan.stages[index]]:
             own.add_module(self._names[layer], layers[layer].to(self.device))
             self.module.add_module(self._names[layer], layers[layer])
+        attention = self.plan.profile.table.get("attention_bytes")
         return Stage(
             module=own,
             device=self.device,
             is_first=index == 0,
             loss=self._loss if index == self.plan.num_stages - 1 else None,
             recomputed=(),
+            has_attention=attention is not None and bool(attention[self.plan.stages[index]].any()),
             name=f"stage {index} on rank {self.rank}",
         )
 

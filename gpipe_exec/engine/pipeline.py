@@ -348,7 +348,9 @@ class Pipeline(Held):
             raise ValueError(f"a step of weight {weight}, expected more than 0")
         for index, stage in self._stages.items():
             stage.recomputed, stage.split = course.plan.recomputed(index), course.split[index]
-            stage.by_layer = course.plan.dropped(index) if course.plan.recompute_unit == "layer" else ()
+            dropped, unit = course.plan.dropped(index), course.plan.recompute_unit
+            stage.by_layer = dropped if unit == "layer" else ()
+            stage.attention = dropped if unit == "attention" else ()
             stage.repeats = RepeatCheck() if self._check_step else None
             if stage.loss is not None:
                 stage.counts = []

@@ -3,6 +3,7 @@
     not recomputed   forward with gradients; its graph is kept ........................ backward
     recomputed       forward without gradients; only the input is kept ... R: forward again ... backward
     by layer         forward without gradients, each layer's input kept ... each layer's forward again in the backward
+    attention        forward with gradients, all but attention kept ...... attention again in the backward (`selective`)
     split            the backward is two: I, the gradients of the inputs ... W, those of the weights (`split`)
 
 A recomputation must repeat the forward exactly: the random states in which the forward ran (torch's, Python's and
@@ -26,6 +27,7 @@ from gpipe_exec.engine.losses import Loss, PlainMeanCheck
 from gpipe_exec.engine.messages import Value, flatten, unflatten, wants_gradient
 from gpipe_exec.engine.randomness import RandomState, random_state, set_random_state
 from gpipe_exec.engine.repeats import RepeatCheck
+from gpipe_exec.engine.selective import watched_attention
 from gpipe_exec.engine.split import Halves
 
 
@@ -66,6 +68,10 @@ class Stage:
     """Whether its backward is; none of them if empty."""
     by_layer: Sequence[bool] = ()
     """Whether its layers recompute themselves, the model's last excepted; none of them if empty."""
+    attention: Sequence[bool] = ()
+    """Whether nothing but attention is recomputed, in its layer's backward; of none of them if empty."""
+    has_attention: bool = False
+    """Whether its layers have some, by the profile."""
     name: str = "this stage"
     """For messages."""
     sum_factor: float = 1.0
@@ -167,7 +173,14 @@ class Stage:
         if not self.is_first:
             tensors = [t.detach().requires_grad_(wants_gradient(t)) for t in tensors]
         alone = bool(self.by_layer and self.by_layer[microbatch])
-        output = self._run(unflatten(nesting, tensors), target, weight, again=again, alone=alone)
+        selective = bool(self.attention and self.attention[microbatch])
+        with watched_attention(recomputes=selective) as watched:
+            output = self._run(unflatten(nesting, tensors), target, weight, again=again, alone=alone)
+        if selective and self.has_attention and not watched.calls:
+            raise ValueError(
+                f"plan.recompute_unit: found attention, expected stage or layer: no layer of {self.name} says which "
+                "part of it is attention, by calling it through gpipe_exec.attention"
+            )
         self._graphs[microbatch] = _Graph(tensors, flatten(output)[0], [])
         return output
 

@@ -16,7 +16,7 @@ from gpipe_exec.devices.autopsy import beats_of, failure, where_ranks_stand
 from gpipe_exec.devices.environment import worker_environment
 from gpipe_exec.devices.supervision import FIRST_S, STARTING_S, Watched, ranks_of_this_machine
 from gpipe_sim.base.files import write_text
-from gpipe_sim.cost.profile import COLUMNS, SPLIT_COLUMNS, Profile
+from gpipe_sim.cost.profile import ATTENTION_COLUMNS, COLUMNS, SPLIT_COLUMNS, Profile
 from gpipe_sim.plan.stages import microbatch_sizes
 from gpipe_sim.scenario.catalog import Link
 from gpipe_sim.scenario.schema import Scenario
@@ -108,7 +108,8 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
     link = extras["link"] and Link(
         name="measured", bandwidth=extras["link"]["bandwidth"], latency=extras["link"]["latency"]
     )
-    columns = (*COLUMNS, *SPLIT_COLUMNS)
+    attention = ATTENTION_COLUMNS if ATTENTION_COLUMNS[0] in by_size[0] else ()
+    columns = (*COLUMNS, *SPLIT_COLUMNS, *attention)
     return Profile(
         source="measured",
         device=device,

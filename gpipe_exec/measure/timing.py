@@ -26,6 +26,7 @@ from torch import nn
 from gpipe_exec.devices.accelerator import Beside, Mark, beside
 from gpipe_exec.engine.losses import mean_of
 from gpipe_exec.engine.messages import Value, flatten, unflatten, wants_gradient
+from gpipe_exec.engine.selective import watched_attention
 from gpipe_exec.engine.split import Halves
 from gpipe_exec.layers import Workload
 
@@ -90,11 +91,13 @@ class LayerTimer:
         """Of each micro-batch timed, layer -> seconds of its forward and backward."""
         self.halves: list[Seconds] = []
         """The same of the halves of a split backward."""
+        self.attention: list[Seconds] = []
+        """Layers that say what attention is -> seconds of it in a forward, twice."""
         self._splits_next = True
 
     def clear(self) -> None:
         """Forget what was timed so far."""
-        self.passes, self.halves, self._splits_next = [], [], True
+        self.passes, self.halves, self.attention, self._splits_next = [], [], [], True
 
     def measure(self) -> None:
         """`in_a_row` micro-batches forward, then backward. Gradients are left on the layers.
@@ -105,7 +108,8 @@ class LayerTimer:
         given = self._targets, self.in_a_row, self._clock
         dist.barrier()
         for share, boundary in self._shares:
-            self.passes += _timed_passes(self._workload, share, boundary, *given)
+            passes, attention = _timed_passes(self._workload, share, boundary, *given)
+            self.passes, self.attention = self.passes + passes, self.attention + attention
         if self._splits_next:
             dist.barrier()
             for share, boundary in self._shares:
@@ -116,20 +120,28 @@ class LayerTimer:
         """By layer, over all ranks: medians over what was timed, layers that are built alike taken together."""
         names = alike(list(self._workload.layers))
         apart = ["the first", *names[1:]]  # it has no gradient of its input to make
-        return columns_of(self.passes, self.halves, names, apart)
+        return columns_of(self.passes, self.halves, self.attention, names, apart)
 
 
 def columns_of(
-    passes: list[Seconds], halves: list[Seconds], names: Sequence[str], names_of_halves: Sequence[str]
+    passes: list[Seconds],
+    halves: list[Seconds],
+    attention: list[Seconds],
+    names: Sequence[str],
+    names_of_halves: Sequence[str],
 ) -> dict[str, list[float]]:
-    """By layer, over all ranks: medians over what was timed, layers of one name taken together."""
-    whole, split = _pooled(passes, names), _pooled(halves, names_of_halves)
+    """By layer, over all ranks: medians over what was timed, layers of one name taken together; of attention only where
+    a layer has some."""
+    whole, split, again = _pooled(passes, names), _pooled(halves, names_of_halves), _pooled(attention, names)
     medians = {
         "forward_s": [pair[0] for pair in _medians(whole, names)],
         "backward_s": [pair[1] for pair in _medians(whole, names)],
         "backward_inputs_s": [pair[0] for pair in _medians(split, names_of_halves)],
         "backward_weights_s": [pair[1] for pair in _medians(split, names_of_halves)],
     }
+    if any(again.values()):
+        without = {name: [(0.0, 0.0)] for name in names}
+        medians["attention_s"] = [pair[0] for pair in _medians(without | again, names)]
     return medians | {"spread": [_relative_spread([sum(pair) for pair in whole[name]]) for name in names]}
 
 
@@ -154,20 +166,25 @@ def alike(layers: Sequence[nn.Module]) -> list[str]:
 
 def _timed_passes(
     workload: Workload, share: range, boundary: Value, targets: Any, count: int, clock: LayerClock
-) -> list[Seconds]:
-    """Of each micro-batch, layer -> seconds of its forward and backward, the loss counted with the last layer."""
-
+) -> tuple[list[Seconds], list[Seconds]]:
+    """Of each micro-batch, layer -> seconds of its forward and backward, the loss counted with the last layer; and of
+    attention in the forward, for layers that say what it is of them."""
     last = len(workload.layers) - 1
     forward: list[dict[int, Span]] = []
+    inside: list[dict[int, list[Span]]] = []
     graphs: list[list[tuple[int, Value, Value]]] = []
     for _ in range(count):
         value = boundary
         forward.append({})
+        inside.append({})
         graphs.append([])
         for index in share:
             leaves = leaves_of(value, first=index == 0)
             begin = clock.now()
-            output = workload.layers[index](leaves)
+            with watched_attention(recomputes=False, now=clock.now) as watched:
+                output = workload.layers[index](leaves)
+            if watched.spans:
+                inside[-1][index] = watched.spans
             if index == last:
                 output = mean_of(workload.loss(output, targets))
             forward[-1][index] = begin, clock.now()
@@ -189,7 +206,8 @@ def _timed_passes(
                 t.grad if t.grad is not None else torch.zeros_like(t) for t in flatten(leaves)[0] if wants_gradient(t)
             ]
             del output, outputs, pairs
-    return _read(found, clock)
+    attention = [{index: sum(clock.seconds(spans)) for index, spans in one.items()} for one in inside]
+    return _read(found, clock), [{index: (seconds, seconds) for index, seconds in one.items()} for one in attention]
 
 
 def _read(found: list[dict[int, tuple[Span, Span]]], clock: LayerClock) -> list[Seconds]:

@@ -37,6 +37,7 @@ from gpipe_exec.engine.messages import Value, flatten, form_of, unflatten, wants
 from gpipe_exec.engine.optimizers import make_optimizer
 from gpipe_exec.engine.pipeline import pin_to_cores
 from gpipe_exec.engine.precision import DTYPES, computes_with_copies, lower
+from gpipe_exec.engine.selective import watched_attention
 from gpipe_exec.engine.split import Halves
 from gpipe_exec.layers import Workload, build_workload, parameter_bytes
 from gpipe_exec.measure.calibrate import Overheads, calibrate
@@ -173,6 +174,7 @@ def _measure_one_by_one(
     kinds = kinds_of_layers(workload.layers, forms)
     passes: list[Seconds] = []
     halves: list[Seconds] = []
+    attention: list[Seconds] = []
     memory: dict[str, dict[str, float]] = {}
     for index in (kinds.index(kind) for kind in dict.fromkeys(kinds)):
         with on_device_alone(workload.layers, index, device, lowered):
@@ -181,10 +183,10 @@ def _measure_one_by_one(
                 workload, [range(index, index + 1)], size, num_microbatches, device, clock, boundaries=[boundary]
             )
             _time(timer, alive)
-            passes, halves = passes + timer.passes, halves + timer.halves
+            passes, halves, attention = passes + timer.passes, halves + timer.halves, attention + timer.attention
             memory[kinds[index]], _ = memory_of_layer(workload, index, boundary, targets, device)
             del timer, boundary
-    columns = columns_of(passes, halves, kinds, kinds)
+    columns = columns_of(passes, halves, attention, kinds, kinds)
     return columns | {name: [memory[kind][name] for kind in kinds] for name in memory[kinds[0]]}
 
 
@@ -304,7 +306,43 @@ def memory_of_layer(
     found["workspace_inputs_bytes"] = transient if outputs else 0
     found["workspace_weights_bytes"] = making if outputs else 0
     found["workspace_weights_accumulate_bytes"] = adding if outputs else 0
+    layer.zero_grad(set_to_none=True)
+    beside = entering + leaving + parameters
+    found |= _with_attention_recomputed(again, given, found, device, beside)
+    layer.zero_grad(set_to_none=True)
     return found, output
+
+
+def _with_attention_recomputed(
+    run: Callable[[], Value],
+    given: Sequence[torch.Tensor],
+    whole: dict[str, float],
+    device: torch.device,
+    beside: float,
+) -> dict[str, float]:
+    """What a layer keeps less where its attention is recomputed, and what each pass needs then; nothing, and what it
+    needs anyway, where it has no attention. `beside` are the bytes of gradients, which are no workspace."""
+    found = {f"attention_{name}": whole[name] for name in _SELECTIVE} | {"attention_bytes": 0.0}
+    held: list[Value] = []
+    with watched_attention(recomputes=False) as watched:
+        (kept,) = bytes_of_parts(device, [lambda: held.append(run())])
+        held.clear()
+    if not watched.calls:
+        return found
+    with watched_attention(recomputes=True):
+        (less,) = bytes_of_parts(device, [lambda: held.append(run())])
+        held.clear()
+        found["attention_bytes"] = max(0, kept.after - less.after)
+        found["attention_workspace_forward_bytes"] = max(0, less.highest - less.after)
+        for name in ("attention_workspace_backward_bytes", "attention_workspace_accumulate_bytes"):
+            for tensor in given:
+                tensor.grad = None
+            peak, _ = peak_of_second(device, run, _backward)
+            found[name] = peak - beside
+    return found
+
+
+_SELECTIVE = ("workspace_forward_bytes", "workspace_backward_bytes", "workspace_accumulate_bytes")
 
 
 def _backward(output: Value) -> None:

@@ -55,8 +55,15 @@ SPLIT_COLUMNS = (
 """Of a backward in two halves: I, the gradients of a layer's inputs, and W, those of its weights. A profile has all of
 them or none."""
 
-EXTRA_COLUMNS = ("tensor_s", "attention_s", "attention_bytes")
-"""Parts of other columns that a profile may know, each by itself."""
+ATTENTION_COLUMNS = (
+    "attention_s",
+    "attention_bytes",
+    "attention_workspace_forward_bytes",
+    "attention_workspace_backward_bytes",
+    "attention_workspace_accumulate_bytes",
+)
+EXTRA_COLUMNS = ("tensor_s", *ATTENTION_COLUMNS)
+"""Parts of other columns, or others in their place, that a profile may know, each by itself."""
 _ALL_COLUMNS = (*COLUMNS, *SPLIT_COLUMNS, *EXTRA_COLUMNS)
 
 
@@ -103,6 +110,11 @@ class LayerCosts:
     """Of a forward: the part of attention that grows with the square of the sequence."""
     attention_bytes: Array | None = None
     """Of `saved_bytes`: what that part keeps, and can be made again."""
+    attention_workspace_forward_bytes: Array | None = None
+    """`workspace_forward_bytes` where that part is recomputed, as the next two; where nothing was measured, as much
+    more as is made again."""
+    attention_workspace_backward_bytes: Array | None = None
+    attention_workspace_accumulate_bytes: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -302,11 +314,17 @@ class _LayerEntry(Strict):
     """The same of a W that adds to gradients that are there."""
     tensor_s: _Amounts | None = None
     """The part of a forward, and as much of a backward, in which the ranks of a tensor group exchange what they have.
-    This and the next two columns are each in all layers or in none."""
+    This and the next five columns are each in all layers or in none."""
     attention_s: _Amounts | None = None
     """The part of a forward that ``recompute_unit: attention`` runs again."""
     attention_bytes: _Amounts | None = None
     """The part of ``saved_bytes`` that is dropped then."""
+    attention_workspace_forward_bytes: _Signeds | None = None
+    """In place of ``workspace_forward_bytes`` then, as the next two of theirs. Left out: as much more as is dropped."""
+    attention_workspace_backward_bytes: _Signeds | None = None
+    """In place of ``workspace_backward_bytes``."""
+    attention_workspace_accumulate_bytes: _Signeds | None = None
+    """In place of ``workspace_accumulate_bytes``."""
     spread: _Amounts | None = None
     """Interquartile range over median of its measured times; in all layers or in none."""
 

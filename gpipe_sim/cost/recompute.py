@@ -9,6 +9,8 @@ With ``attention`` everything is kept but the part of attention that grows with 
 softmax, dropout and weighted sum are run again from queries, keys and values (selective recomputation, Korthikanti et
 al., arXiv 2205.05198, section 5: what is kept of a block falls from sh(34 + 5as/h) to 34sh bytes).
 
+Where a profile says what passes need then, that is taken; otherwise as much more as is made again.
+
 The model's last layer is as it was: the loss follows its forward, and what the loss keeps would not go away. In a
 backward's bytes what is recomputed comes beside what enters and leaves it.
 """
@@ -41,8 +43,7 @@ def _recomputed_attention(profile: Profile) -> Profile:
     changed = {
         "backward_s": old["backward_s"] + old["attention_s"],
         "saved_bytes": old["saved_bytes"] - again,
-        "workspace_forward_bytes": old["workspace_forward_bytes"] + again,
-        **{name: old[name] + again for name in _BACKWARD},
+        **{name: old.get(f"attention_{name}", old[name] + again) for name in ("workspace_forward_bytes", *_BACKWARD)},
     }
     return replace(profile, table={name: old[name] for name in old if name not in SPLIT_COLUMNS} | changed)
 

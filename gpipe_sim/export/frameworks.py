@@ -42,6 +42,9 @@ def export_plan(plan: Plan, target: Target, *, plan_path: str) -> Exported:
     """Write the plan, which was read from `plan_path`, for a target."""
     has_groups = target in ("torchtitan", "megatron") and isinstance(plan.scenario.model, Transformer)
     only_what_runs(replace(plan, tensor=1) if has_groups else plan, f"export to {target}")
+    if plan.recompute_unit == "attention" and target in ("torchtitan", "deepspeed"):
+        message = f"found attention, expected stage or layer: export to {target} has no word for it"
+        raise plan.scenario.error("plan.recompute_unit", message)
     if target == "csv":
         return _order(plan)
     writer, tool = _WRITERS[target]

@@ -55,7 +55,9 @@ def write(plan: Plan, plan_path: str) -> Written:
         flags += [f"--num-virtual-stages-per-pipeline-rank {v}"] if equal else []  # a layout says it by its length
         group = _group(plan)
         flags += [f"--microbatch-group-size-per-virtual-pipeline-stage {group}"] if group != plan.num_ranks else []
-    if any(recomputes(plan)):
+    if any(recomputes(plan)) and plan.recompute_unit == "attention":
+        flags += ["--recompute-granularity selective", "--recompute-modules core_attn"]
+    elif any(recomputes(plan)):
         chunk = 1 if plan.recompute_unit == "layer" else chunk
         flags += ["--recompute-granularity full", "--recompute-method uniform", f"--recompute-num-layers {chunk}"]
         each = "Blocks are recomputed one by one" if chunk == 1 else f"Blocks are recomputed {chunk} at a time"

@@ -424,9 +424,6 @@ def only_what_runs(plan: Plan, who: str) -> None:
         raise plan.scenario.error(
             "plan.tensor", f"found {plan.tensor}, expected 1: {who} does not know tensor groups yet"
         )
-    if plan.recompute_unit == "attention":
-        message = f"found attention, expected stage or layer: {who} does not know it yet"
-        raise plan.scenario.error("plan.recompute_unit", message)
     if plan.scenario.precision == "mixed_fp32_gradients":
         message = f"found mixed_fp32_gradients, expected mixed or pure: {who} does not know it yet"
         raise plan.scenario.error("precision", message)
