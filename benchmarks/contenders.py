@@ -57,9 +57,9 @@ Step = Callable[[], torch.Tensor | None]
 """One step; the mean loss on a rank that has it."""
 
 
-def plan_of(checkpoint: Checkpoint, schedule: str = "gpipe", stages_per_rank: int = 1) -> Plan:
+def plan_of(checkpoint: Checkpoint, schedule: str = "gpipe", stages_per_rank: int = 1, replicas: int = 1) -> Plan:
     """The plan that all follow, as far as they can. With two stages on each rank, every stage has two blocks."""
-    overrides = [f"plan.checkpoint={checkpoint}", f"plan.schedule={schedule}"]
+    overrides = [f"plan.checkpoint={checkpoint}", f"plan.schedule={schedule}", f"plan.replicas={replicas}"]
     if stages_per_rank == 2:
         overrides += ["plan.stages=4", "plan.stages_per_rank=2", "plan.balance=[3, 2, 2, 4]"]
     (scenario,) = parse_scenario(Document("benchmark", SCENARIO), *overrides)
@@ -102,9 +102,9 @@ class Task(NamedTuple):
 # --- the contenders ------------------------------------------------------------------------------------------------
 
 
-def ours(task: Task, schedule: str, stages_per_rank: int = 1) -> Step:
+def ours(task: Task, schedule: str, stages_per_rank: int = 1, replicas: int = 1) -> Step:
     """This project's engine, as `examples/train.py` uses it."""
-    pipe = Pipeline(task.layers, plan_of(task.checkpoint, schedule, stages_per_rank), task.loss)
+    pipe = Pipeline(task.layers, plan_of(task.checkpoint, schedule, stages_per_rank, replicas), task.loss)
     return lambda: pipe.step(task.inputs, task.targets)
 
 
@@ -208,19 +208,27 @@ def of_torch(task: Task, schedule: str, stages_per_rank: int = 1) -> Step:
     return step
 
 
-TORCHS = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B", "zb_v": "ZBVZeroBubble"}
+TORCHS = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "zb_h1": "InterleavedZeroBubble",
+    "zb_v": "ZBVZeroBubble",
+}
 """Our schedules by the names of torch's; its GPipe runs backwards first in first out."""
 
 
-def of_deepspeed(task: Task) -> Step:
+def of_deepspeed(task: Task, replicas: int = 1) -> Step:
     """DeepSpeed's PipelineEngine. It knows one schedule, 1F1B, and its step ends with an optimizer's, which here keeps
-    the gradients and does nothing else; they are put back where DeepSpeed removed them."""
+    the gradients and does nothing else; they are put back where DeepSpeed removed them. It numbers processes as we do:
+    replicas innermost, each with its share of every batch."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Otherwise it asks MPI who it is.
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     deepspeed = importlib.import_module("deepspeed")
     module = importlib.import_module("deepspeed.pipe").PipelineModule
     kept: dict[nn.Parameter, torch.Tensor | None] = {}
+    stage, replica = divmod(task.rank, replicas)
 
     class Keep(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:
@@ -230,7 +238,7 @@ def of_deepspeed(task: Task) -> Step:
         def _partition_layers(self, method: str) -> None:
             """As the plan says, which none of DeepSpeed's own methods would."""
             self.parts = [task.plan.stages[0].start, *(layers.stop for layers in task.plan.stages)]
-            self._set_bounds(*self.parts[task.rank : task.rank + 2])
+            self._set_bounds(*self.parts[stage : stage + 2])
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     pipe = Cut(
@@ -243,14 +251,16 @@ def of_deepspeed(task: Task) -> Step:
     samples, M = task.plan.scenario.batch, task.plan.num_microbatches
     config = {
         "train_batch_size": samples,
-        "train_micro_batch_size_per_gpu": samples // M,
+        "train_micro_batch_size_per_gpu": samples // (M * replicas),
         "gradient_accumulation_steps": M,
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=pipe, optimizer=Keep(pipe.parameters(), {"lr": 0.0}), config=config)
+    own = [values.chunk(replicas)[replica].chunk(M) for values in (task.inputs, task.targets)]
+    microbatches = list(zip(*own, strict=True))
 
     def step() -> torch.Tensor | None:
-        loss: torch.Tensor = engine.train_batch(iter(task.microbatches))
+        loss: torch.Tensor = engine.train_batch(iter(microbatches))
         for parameter, gradient in kept.items():
             parameter.grad = gradient
         return loss.detach()
@@ -307,10 +317,17 @@ class Contender(NamedTuple):
 
 HAND, OURS, OURS_1F1B, ALONE = "hand-written loop", "ours, gpipe", "ours, 1f1b", "one process, one thread"
 TORCH, TORCHGPIPE = "torch ScheduleGPipe", "torchgpipe"
-OURS_INTERLEAVED, TORCH_INTERLEAVED = "ours, interleaved_1f1b", "torch ScheduleInterleaved1F1B"
-OURS_ZB_V, TORCH_ZB_V = "ours, zb_v", "torch ScheduleZBVZeroBubble"
-RIVALS = {TORCH_INTERLEAVED: OURS_INTERLEAVED, TORCH_ZB_V: OURS_ZB_V}
-"""Theirs -> ours with the same schedule, two stages on each rank; all others are compared with our gpipe."""
+OURS_INTERLEAVED, TORCH_INTERLEAVED = "ours, interleaved_1f1b, v=2", "torch ScheduleInterleaved1F1B"
+OURS_ZB_H1, TORCH_ZB_H1 = "ours, zb_h1", "torch ScheduleInterleavedZeroBubble"
+OURS_ZB_V, TORCH_ZB_V = "ours, zb_v, v=2", "torch ScheduleZBVZeroBubble"
+OURS_REPLICAS, DEEPSPEED_REPLICAS = "ours, 1f1b, D=2", "DeepSpeed 1F1B, D=2"
+RIVALS = {
+    TORCH_INTERLEAVED: OURS_INTERLEAVED,
+    TORCH_ZB_H1: OURS_ZB_H1,
+    TORCH_ZB_V: OURS_ZB_V,
+    DEEPSPEED_REPLICAS: OURS_REPLICAS,
+}
+"""Theirs -> ours with the same schedule and as many replicas; all others are compared with our gpipe."""
 CONTENDERS = {
     HAND: Contender(by_hand, 2, 1),
     OURS: Contender(partial(ours, schedule="gpipe"), 2, 1),
@@ -323,14 +340,19 @@ CONTENDERS = {
     ALONE: Contender(alone, 1, 1),
     "one process, two threads": Contender(alone, 1, 2, threads=2),
     **{
-        name: Contender(partial(build, schedule=schedule, stages_per_rank=2), 2, 1, checkpoints=("never",))
-        for name, build, schedule in (
-            (OURS_INTERLEAVED, ours, "interleaved_1f1b"),
-            (TORCH_INTERLEAVED, of_torch, "interleaved_1f1b"),
-            (OURS_ZB_V, ours, "zb_v"),
-            (TORCH_ZB_V, of_torch, "zb_v"),
+        name: Contender(partial(build, schedule=schedule, stages_per_rank=v), 2, 1, checkpoints=("never",))
+        for name, build, schedule, v in (
+            (OURS_INTERLEAVED, ours, "interleaved_1f1b", 2),
+            (TORCH_INTERLEAVED, of_torch, "interleaved_1f1b", 2),
+            (OURS_ZB_H1, ours, "zb_h1", 1),
+            (TORCH_ZB_H1, of_torch, "zb_h1", 1),
+            (OURS_ZB_V, ours, "zb_v", 2),
+            (TORCH_ZB_V, of_torch, "zb_v", 2),
         )
     },
+    # Four processes: both stages of a replica share a core.
+    OURS_REPLICAS: Contender(partial(ours, schedule="1f1b", replicas=2), 4, 1, checkpoints=("never",)),
+    DEEPSPEED_REPLICAS: Contender(partial(of_deepspeed, replicas=2), 4, 1, checkpoints=("never",)),
 }
 
 

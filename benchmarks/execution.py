@@ -4,9 +4,11 @@ one run, with everything else that can do the same step.
 * *hand-written loop*: two processes, this model and nothing else, receives posted ahead; what an engine may cost.
 * *torch ScheduleGPipe* and *Schedule1F1B* of torch.distributed.pipelining. They cannot checkpoint all but the last
   micro-batch, so that beside `except_last` they checkpoint `always`, one micro-batch more.
-* *torch ScheduleInterleaved1F1B* and *ScheduleZBVZeroBubble*, with two stages on each rank, beside our engine with the
-  same order; without checkpointing, since a recomputation and a split backward do not go together there.
-* *DeepSpeed 1F1B*: its PipelineEngine, the only schedule it has, on gloo. It checkpoints as torch does.
+* *torch ScheduleInterleaved1F1B* and *ScheduleZBVZeroBubble*, with two stages on each rank, and
+  *ScheduleInterleavedZeroBubble* with one, beside our engine with the same order; without checkpointing, since a
+  recomputation and a split backward do not go together there.
+* *DeepSpeed 1F1B*: its PipelineEngine, the only schedule it has, on gloo. It checkpoints as torch does. With *D=2*
+  there are two replicas, whose gradients are summed; both stages of a replica share a core, as with our engine.
 * *torchgpipe* and *fairscale Pipe*: one process. They have a thread for each device; stages on the CPU share one.
 * *one process* with one and with two threads: a micro-batch after the other, nothing recomputed.
 
@@ -379,7 +381,7 @@ def headlines_of(rows: list[Row]) -> list[Headline]:
         for row in of_one:
             ours = by_name[RIVALS.get(row.name, OURS)]
             if row is not ours:
-                several = f", {ours.name}, v=2" if row.name in RIVALS else ""
+                several = f", {ours.name}" if row.name in RIVALS else ""
                 found.append(
                     Headline(
                         what=f"run a step, K=2 M=8, checkpoint {checkpoint}{several}",

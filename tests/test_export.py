@@ -180,7 +180,7 @@ def test_megatron_has_the_plans_numbers_under_its_flags():
         "--ffn-hidden-size 256 --num-attention-heads 4 --vocab-size 1000 --untie-embeddings-and-output-weights "
         "--seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
         "--pipeline-model-parallel-layout Et*2|t*2|tL --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --bf16 --optimizer adam"
+        "--recompute-num-layers 1 --bf16 --grad-reduce-in-bf16 --optimizer adam"
     )
 
 
@@ -305,18 +305,6 @@ def test_torchtitan_cannot_place_stages_anyhow_nor_split_a_backward_that_recompu
     assert "on ranks 0 0 1 1" in said(replace(plan, placement=(0, 0, 1, 1)), "torchtitan")
     recomputed = transformer_plan(schedule="zb_h1", checkpoint="always", recompute="on_demand")
     assert "Where a backward is split, blocks are recomputed twice." in said(recomputed, "torchtitan")
-
-
-def test_attention_that_is_recomputed_by_itself_has_a_word_in_megatron_only():
-    shape = {"layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32, "attention": "classic"}
-    general = {"model": {"kind": "transformer"} | shape}
-    plan = transformer_plan(general=general, checkpoint="always", recompute_unit="attention")
-    flags = megatron(plan)
-    assert flags[flags.index("--recompute-granularity") + 1] == "selective"
-    assert flags[flags.index("--recompute-modules") + 1] == "core_attn"
-    for target in ("torchtitan", "deepspeed"):
-        with pytest.raises(InputError, match=f"plan.recompute_unit: found attention, .* export to {target}"):
-            export(plan, target)
 
 
 def test_megatron_has_virtual_stages_for_interleaved_1f1b():
@@ -492,13 +480,75 @@ def test_tensor_groups_are_torchtitans_and_megatrons_own_and_refused_elsewhere(s
 
 
 def test_precision_is_the_plans_or_what_it_is_instead_is_said():
-    mixed, pure = (replicated("parameters", dtype="bf16", precision=precision) for precision in ("mixed", "pure"))
-    assert (titan(mixed).training.dtype, titan(mixed).training.mixed_precision_param) == ("float32", "bfloat16")
+    names = ("mixed", "mixed_fp32_gradients", "pure")
+    mixed, summed, pure = (replicated("parameters", dtype="bf16", precision=precision) for precision in names)
+    for plan in (mixed, summed):
+        assert (titan(plan).training.dtype, titan(plan).training.mixed_precision_param) == ("float32", "bfloat16")
     assert (titan(pure).training.dtype, titan(pure).training.mixed_precision_param) == ("bfloat16", "bfloat16")
-    assert said(mixed, "torchtitan") == said(pure, "torchtitan") == ""
+    assert said(summed, "torchtitan") == ""
+    assert said(mixed, "torchtitan") == (
+        "Gradients are added up and summed in fp32 (precision: mixed_fp32_gradients), and need 2 bytes more each."
+    )
+    assert said(pure, "torchtitan") == (
+        "Gradients are added up in fp32 until they are summed, and need 2 bytes more each."
+    )
     for target in ("megatron", "deepspeed"):
         assert "Precision is mixed where there is bf16" in said(pure, target)
         assert "Precision" not in said(mixed, target)
+
+
+def test_megatron_adds_gradients_up_in_what_the_plan_says_and_not_in_its_own_default():
+    """Without a flag it would be fp32 with bf16, two bytes per parameter more than a plan in mixed precision has."""
+    flags = {"--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"}
+
+    def found(dtype, precision):
+        plan = transformer_plan(general={"dtype": dtype, "precision": precision})
+        assert said(plan, "megatron") == ""
+        return flags & set(megatron(plan))
+
+    assert found("bf16", "mixed") == {"--grad-reduce-in-bf16"}
+    assert found("fp16", "mixed") == set()
+    for dtype in ("bf16", "fp16"):
+        assert found(dtype, "mixed_fp32_gradients") == {"--accumulate-allreduce-grads-in-fp32"}
+
+
+def test_deepspeed_adds_gradients_up_in_fp32_with_its_first_stage_of_zero_alone():
+    """`make targets` sees that its optimizer then does."""
+    summed = transformer_plan(general={"dtype": "bf16", "precision": "mixed_fp32_gradients"})
+    config = deepspeed(summed)["CONFIG"]
+    assert (config["data_types"], config["zero_optimization"]) == ({"grad_accum_dtype": "fp32"}, {"stage": 1})
+    assert said(summed, "deepspeed") == ""
+    assert "data_types" not in deepspeed(transformer_plan(general={"dtype": "bf16"}))["CONFIG"]
+    half = transformer_plan(general={"dtype": "fp16", "precision": "mixed_fp32_gradients"})
+    assert said(half, "deepspeed") == "Gradients are added up and summed in fp16 (precision: mixed), not in fp32."
+    assert said(replicated(dtype="bf16"), "deepspeed") == (
+        "With bf16 replicas divide the optimizer's state in any case."
+    )
+
+
+def test_attention_is_recomputed_by_itself_by_megatron_and_elsewhere_it_is_said_what_is():
+    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32}
+    plan = transformer_plan(
+        checkpoint="always", recompute_unit="attention", general={"model": model | {"attention": "classic"}}
+    )
+    flags = megatron(plan)
+    assert said(plan, "megatron") == ""
+    assert flags[flags.index("--recompute-granularity") + 1] == "selective"
+    assert flags[flags.index("--recompute-modules") + 1] == "core_attn"
+    assert "--recompute-num-layers" not in flags
+    assert flags[flags.index("--attention-backend") + 1] == "unfused"
+    assert titan(plan).activation_checkpoint == "full"
+    assert "Attention is not recomputed by itself: whole blocks are." in said(plan, "torchtitan")
+    assert "Attention is a fused kernel that keeps no scores" in said(plan, "torchtitan")
+    assert said(plan, "deepspeed") == "Attention is not recomputed by itself: whole stages are."
+    for target in OURS:
+        assert said(plan, target) == ""
+
+
+def test_an_order_is_written_for_tensor_groups_too_since_torchtitans_export_asks_for_it():
+    plan = transformer_plan(balance=[4, 4], schedule="gpipe", backward="reverse", tensor=2)
+    assert "--to csv" in export(plan, "torchtitan").text
+    assert export(plan, "csv").text == export(replace(plan, tensor=1), "csv").text
 
 
 # --- the order -------------------------------------------------------------------------------------------------------

@@ -55,11 +55,14 @@ def test_torchtitan_splits_schedules_and_computes_a_step_as_exported(tmp_path, c
         {"balance": [4, 4], "checkpoint": {"per_stage": ["always", "never"]}, "recompute": "on_demand"},
         {"balance": [5, 3], "replicas": 2, "batch": 16},
         {"balance": [5, 3], "replicas": 2, "batch": 16, "shard": "optimizer"},
+        {"balance": [5, 3], "general": {"dtype": "bf16"}},
+        {"balance": [5, 3], "general": {"dtype": "bf16", "precision": "mixed_fp32_gradients"}},
     ],
-    ids=["recomputed", "replicas", "shards"],
+    ids=["recomputed", "replicas", "shards", "bf16", "bf16 with sums in fp32"],
 )
 def test_deepspeed_runs_what_is_exported_with_the_gradients_of_one_process(tmp_path, choices):
-    plan = transformer_plan(layers=5, general={"optimizer": "sgd"}, **choices)
+    general = {"optimizer": "sgd"} | choices.get("general", {})
+    plan = transformer_plan(layers=5, **choices | {"general": general})
     exported = export_plan(plan, "deepspeed", plan_path="plan.yaml")
     assert exported.cannot == ()
     (tmp_path / "plan.py").write_text(exported.text)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, get_args
 
-from gpipe_sim.export.words import Tool, Written, listed, recomputes, sharded
+from gpipe_sim.export.words import Tool, Written, has_16_bits, listed, recomputes, sharded
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.scenario.schema import Optimizer
 
@@ -14,7 +14,8 @@ TOOL = Tool(
     dtypes=("fp32", "bf16", "fp16"),
     optimizers=get_args(Optimizer),
     shards=("none", "optimizer"),
-    pure=False,
+    precisions=("mixed", "mixed_fp32_gradients"),
+    groups=False,
 )
 _OPTIMIZERS: dict[Optimizer, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 1e-3}},
@@ -37,9 +38,12 @@ def write(plan: Plan, plan_path: str) -> Written:
         # The input of the first stage needs no gradient, and only such checkpoints allow for that.
         "pipeline": {"use_reentrant": False},
     }
-    if plan.dtype in ("bf16", "fp16"):
+    if has_16_bits(plan):
         config[plan.dtype] = {"enabled": True}
-    if D > 1 and sharded(plan, TOOL) == "optimizer":
+    if _sums_in_fp32(plan):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    # Gradients in fp32 are known to its first stage of ZeRO alone.
+    if (D > 1 and sharded(plan, TOOL) == "optimizer") or _sums_in_fp32(plan):
         config |= {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
     body = f'''
 import json
@@ -78,6 +82,11 @@ def make_module(make_layer, loss_fn):
     return Written(body, list(_cannot(plan, stages)))
 
 
+def _sums_in_fp32(plan: Plan) -> bool:
+    """Whether gradients are added up in fp32, which it can with bf16 only."""
+    return plan.dtype == "bf16" and plan.scenario.precision == "mixed_fp32_gradients"
+
+
 def _numbering(plan: Plan) -> str:
     """How DeepSpeed counts them: as plans do, replicas innermost."""
     if plan.replicas == 1:
@@ -99,8 +108,14 @@ def _cannot(plan: Plan, stages: list[tuple[int, int]]) -> Iterator[str]:
     if plan.num_stages > plan.num_ranks:
         joined = listed([stop - start for start, stop in stages])
         yield f"A rank holds one stage: the plan's are joined, in order, to {plan.num_ranks} of {joined} layers."
+    if plan.dtype == "bf16" and plan.replicas > 1 and plan.shard == "none":
+        yield "With bf16 replicas divide the optimizer's state in any case."
+    if plan.dtype == "fp16" and plan.scenario.precision == "mixed_fp32_gradients":
+        yield "Gradients are added up and summed in fp16 (precision: mixed), not in fp32."
     if plan.recompute_unit == "layer" and any(recomputes(plan)):
         yield "A stage is recomputed at once, and its input kept, not that of each layer."
+    if plan.recompute_unit == "attention" and any(recomputes(plan)):
+        yield "Attention is not recomputed by itself: whole stages are."
     if plan.schedule == "gpipe" and plan.num_microbatches > 1:
         yield "There is no GPipe schedule: 1F1B runs, with the same ideal bubble and fewer activations held."
     elif plan.schedule not in ("naive", "gpipe", "1f1b"):

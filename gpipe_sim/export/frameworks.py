@@ -40,18 +40,24 @@ PROVEN: dict[Target, str] = {
 
 def export_plan(plan: Plan, target: Target, *, plan_path: str) -> Exported:
     """Write the plan, which was read from `plan_path`, for a target."""
-    has_groups = target in ("torchtitan", "megatron") and isinstance(plan.scenario.model, Transformer)
-    only_what_runs(replace(plan, tensor=1) if has_groups else plan, f"export to {target}")
-    if plan.recompute_unit == "attention" and target in ("torchtitan", "deepspeed"):
-        message = f"found attention, expected stage or layer: export to {target} has no word for it"
-        raise plan.scenario.error("plan.recompute_unit", message)
     if target == "csv":
         return _order(plan)
     writer, tool = _WRITERS[target]
+    only_what_runs(_but_for_what_is_said(plan, tool), f"export to {target}")
     written = writer(plan, plan_path)
     cannot = (*written.cannot, *(differences(plan, tool) if tool else ()))
     header = "\n".join(_header(plan, target, plan_path, cannot))
     return Exported(text=f"{written.opening}{header}\n\n{written.body.strip()}\n", cannot=cannot)
+
+
+def _but_for_what_is_said(plan: Plan, tool: Tool | None) -> Plan:
+    """The plan without what a tool has words for, or `differences` for what it lacks."""
+    if tool is None:
+        return plan
+    scenario = plan.scenario
+    has_groups = tool.groups and isinstance(scenario.model, Transformer)
+    scenario = replace(scenario, precision="mixed")
+    return replace(plan, scenario=scenario, recompute_unit="layer", tensor=1 if has_groups else plan.tensor)
 
 
 def _header(plan: Plan, target: Target, plan_path: str, cannot: tuple[str, ...]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import gcd
 
-from gpipe_sim.export.words import Tool, Written, blocks_per_stage, listed, pattern_of, recomputes, sharded
+from gpipe_sim.export.words import Tool, Written, blocks_per_stage, has_16_bits, listed, pattern_of, recomputes, sharded
 from gpipe_sim.plan.orders import group_size
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.scenario.schema import Transformer
@@ -13,7 +13,8 @@ TOOL = Tool(
     dtypes=("fp32", "bf16", "fp16"),
     optimizers=("adam", "sgd", "momentum"),
     shards=("none", "optimizer"),
-    pure=False,
+    precisions=("mixed", "mixed_fp32_gradients"),
+    groups=True,
     orders=True,
 )
 
@@ -62,7 +63,7 @@ def write(plan: Plan, plan_path: str) -> Written:
         flags += ["--recompute-granularity full", "--recompute-method uniform", f"--recompute-num-layers {chunk}"]
         each = "Blocks are recomputed one by one" if chunk == 1 else f"Blocks are recomputed {chunk} at a time"
         cannot.append(f"{each}, and their inputs kept; embedding, norm and head are not recomputed.")
-    flags += [f"--{plan.dtype}"] if plan.dtype in ("bf16", "fp16") else []
+    flags += [f"--{plan.dtype}", *_gradients(plan)] if has_16_bits(plan) else []
     momentum = {"sgd": 0, "momentum": 0.9}.get(plan.scenario.optimizer)
     flags.append("--optimizer adam" if momentum is None else f"--optimizer sgd --sgd-momentum {momentum}")
     lines = "".join(f"    {flag}\n" for flag in flags)
@@ -82,6 +83,13 @@ def _shape(model: Transformer) -> list[str]:
     flags += [] if model.biases == "all" else ["--disable-bias-linear"]
     flags += ["--add-qkv-bias"] if model.biases == "qkv" else []
     return flags if model.drops else [*flags, "--attention-dropout 0.0", "--hidden-dropout 0.0"]
+
+
+def _gradients(plan: Plan) -> list[str]:
+    """What they are added up in: where nothing is said, fp32 with bf16, and fp16 with itself."""
+    if plan.scenario.precision == "mixed_fp32_gradients":
+        return ["--accumulate-allreduce-grads-in-fp32"]
+    return ["--grad-reduce-in-bf16"] if plan.dtype == "bf16" else []
 
 
 def _schedule(plan: Plan) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gpipe_sim.export.torch_names import PLACING, torch_name
-from gpipe_sim.export.words import Tool, Written, comment, listed, pattern_of, recomputes, sharded
+from gpipe_sim.export.words import Tool, Written, comment, has_16_bits, listed, pattern_of, recomputes, sharded
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.plan.program import program_of
 from gpipe_sim.scenario.schema import Transformer
@@ -18,7 +18,12 @@ from gpipe_sim.scenario.schema import Transformer
 RELEASE = "0.3"
 """Whose names are written: 0.3.0 has taken this export (`make targets`)."""
 TOOL = Tool(
-    stages_differ=False, dtypes=("fp32", "bf16"), optimizers=("adam",), shards=("none", "parameters"), pure=True
+    stages_differ=False,
+    dtypes=("fp32", "bf16"),
+    optimizers=("adam",),
+    shards=("none", "parameters"),
+    precisions=("mixed_fp32_gradients", "pure"),
+    groups=True,
 )
 
 
@@ -89,9 +94,16 @@ def _cannot(plan: Plan) -> Iterator[str]:
     elif torch_name(plan) is None and plan.pipeline != plan.ranks:
         yield f"The order's rows are ranks: sort them as the pipeline has the plan's, {listed(plan.pipeline)}."
     if any(recomputes(plan)):
-        kept = "" if plan.recompute_unit == "layer" else "Blocks are recomputed one by one, and their inputs kept; "
-        yield f"{kept}embedding, norm and head are not recomputed.".capitalize()
+        yield {
+            "stage": "Blocks are recomputed one by one, and their inputs kept; embedding, norm and head are not.",
+            "layer": "Embedding, norm and head are not recomputed.",
+            "attention": "Attention is not recomputed by itself: whole blocks are.",
+        }[plan.recompute_unit]
         if (program_of(plan).at["I"] >= 0).any():
             yield "Where a backward is split, blocks are recomputed twice."
-    if plan.dtype in ("bf16", "fp16") and plan.scenario.precision == "mixed" and plan.replicas == 1:
+    if isinstance(plan.scenario.model, Transformer) and plan.scenario.model.attention == "classic":
+        yield "Attention is a fused kernel that keeps no scores, where there is one: less time and memory than planned."
+    if has_16_bits(plan) and plan.scenario.precision != "pure" and plan.replicas == 1:
         yield "Its own decoders compute with bf16 copies also where nothing is sharded; what other models do is theirs."
+    if has_16_bits(plan) and plan.scenario.precision == "pure":
+        yield "Gradients are added up in fp32 until they are summed, and need 2 bytes more each."

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpipe_sim.plan.orders import Pattern, position_of
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.scenario.catalog import DType
-from gpipe_sim.scenario.schema import Optimizer, Shard, Transformer
+from gpipe_sim.scenario.schema import Optimizer, Precision, Shard, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,10 @@ class Tool(NamedTuple):
     optimizers: tuple[Optimizer, ...]
     shards: tuple[Shard, ...]
     """What replicas may divide in a pipeline."""
-    pure: bool
-    """Whether weights may have 16 bits only."""
+    precisions: tuple[Precision, ...]
+    """Of 16 bits."""
+    groups: bool
+    """Whether it knows tensor groups."""
     orders: bool = False
     """Whether the ranks of a replica may be numbered before its replicas."""
 
@@ -60,8 +62,8 @@ def differences(plan: Plan, tool: Tool) -> Iterator[str]:
         )
     if D > 1 and plan.shard not in tool.shards:
         yield f"Replicas of a pipeline do not shard {_SHARDED[plan.shard]}: they shard {_SHARDED[sharded(plan, tool)]}."
-    if plan.dtype in ("bf16", "fp16") and plan.scenario.precision == "pure" and not tool.pure:
-        yield f"Precision is mixed where there is {plan.dtype}: weights and optimizer have 32 bits too, and need more."
+    if has_16_bits(plan) and plan.scenario.precision not in tool.precisions:
+        yield _PRECISIONS[plan.scenario.precision].format(dtype=plan.dtype)
     if len(set(recompute)) > 1 and not tool.stages_differ:
         yield f"Stages cannot differ in checkpointing ({listed(plan.checkpoint)}): all of them recompute."
     if any(again and not all(plan.dropped(stage)) for stage, again in enumerate(recompute)):
@@ -78,11 +80,21 @@ def differences(plan: Plan, tool: Tool) -> Iterator[str]:
         yield f"Ranks of a pipeline ascend: order the hosts as the plan's ranks, {listed(plan.pipeline)}, would be."
 
 
+_PRECISIONS: dict[Precision, str] = {
+    "pure": "Precision is mixed where there is {dtype}: weights and optimizer have 32 bits too, and need more.",
+    "mixed": "Gradients are added up and summed in fp32 (precision: mixed_fp32_gradients), and need 2 bytes more each.",
+}
+"""What another precision is instead."""
 _SHARDED: dict[Shard, str] = {
     "none": "nothing",
     "optimizer": "the optimizer alone",
     "parameters": "parameters and optimizer",
 }
+
+
+def has_16_bits(plan: Plan) -> bool:
+    """Whether it computes with 16 bits, so that its precision matters."""
+    return plan.dtype in ("bf16", "fp16")
 
 
 def sharded(plan: Plan, tool: Tool) -> Shard:
