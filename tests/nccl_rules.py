@@ -1,18 +1,23 @@
-"""A transport with NCCL's rules, on gloo: what stands in for it where there is no GPU.
+"""A backend with NCCL's rules, on gloo: what stands in for it where there is no GPU.
 
-* A communicator's first use stops the host until the peer joins.
+* A communicator's first use stops the host until those that take part join: two of them for a message, all of them for
+  a collective.
 * Its operations run on each rank in the order in which they are begun, one after the other; there are no tags.
-* A send ends when its receive has begun: the receiver says so, and how many bytes it expects.
+* A send ends when its receive has begun: the receiver says so, and how many bytes it expects. A collective ends when
+  all have begun it.
+
+Messages in host memory are none of its business, as with NCCL: the engine makes groups of gloo for them.
 """
 
 import threading
+import time
 from queue import SimpleQueue
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-FIRST_TAG = 10**9
-"""Beyond all tags of the engine's own."""
+NAME = "nccl_rules"
 
 
 class Operation:
@@ -28,70 +33,122 @@ class Operation:
             self._error = error
         self._done.set()
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout=None) -> bool:
         self._done.wait()
         if self._error is not None:
             raise self._error
+        return True
 
 
-class Communicator:
+class Communicator(dist.ProcessGroup):
     """One rank's end: a stream of operations."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self._joined, self._stream = number, set(), SimpleQueue()
+    every: ClassVar = []
+    """Those of this process."""
+
+    def __init__(self, store, rank, size, timeout) -> None:
+        super().__init__(rank, size)
+        self._store, self._gloo = store, dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._joined, self._stream = set(), SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
+        Communicator.every.append(self)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def _set_group_name(self, name) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None:
+        Communicator.every.remove(self)
+        self._stream.put(None)
 
     def _work(self) -> None:
-        while True:
-            self._stream.get().run()
+        while (operation := self._stream.get()) is not None:
+            operation.run()
+            del operation
 
-    def begin(self, peer: int, run) -> Operation:
-        if peer not in self._joined:  # on the host, which waits
-            assert not self._joined, "a rank has one wire on a communicator"
-            self._joined.add(peer)
-            joins = dist.isend(torch.ones(1), peer, tag=self._tag(0))
-            dist.recv(torch.empty(1), peer, tag=self._tag(0))
-            joins.wait()
+    def _begin(self, run, peer=None) -> Operation:
+        pair = "all" if peer is None else f"{min(peer, self.rank())} {max(peer, self.rank())}"
+        if pair not in self._joined:  # on the host, which waits
+            self._joined.add(pair)
+            self._store.add(pair, 1)
+            while self._store.add(pair, 0) < (self.size() if peer is None else 2):
+                time.sleep(0.001)
         operation = Operation(run)
         self._stream.put(operation)
         return operation
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
-        expected = torch.zeros(1, dtype=torch.int64)
-        dist.recv(expected, peer, tag=self._tag(1))
-        assert int(expected) == tensor.nbytes, f"a message of {tensor.nbytes} bytes meets a receive of {int(expected)}"
-        dist.send(tensor, peer, tag=self._tag(2))
+    def synchronize(self) -> None:
+        """Wait on the host until everything that was begun has ended, as synchronizing a device does."""
+        last = Operation(lambda: None)
+        self._stream.put(last)
+        last.wait()
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> None:
-        dist.send(torch.tensor([tensor.nbytes]), peer, tag=self._tag(1))
-        dist.recv(tensor, peer, tag=self._tag(2))
+    # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _tag(self, what: int) -> int:
-        return FIRST_TAG + 3 * self.number + what
+    def send(self, tensors, peer, tag=0) -> Operation:
+        (tensor,) = tensors
+
+        def run() -> None:
+            expected = torch.zeros(1, dtype=torch.int64)
+            self._gloo.recv([expected], peer, 1).wait()
+            found = f"a message of {tensor.nbytes} bytes meets a receive of {int(expected)}"
+            assert int(expected) == tensor.nbytes, found
+            self._gloo.send([tensor], peer, 2).wait()
+
+        return self._begin(run, peer)
+
+    def recv(self, tensors, peer, tag=0) -> Operation:
+        (tensor,) = tensors
+
+        def run() -> None:
+            self._gloo.send([torch.tensor([tensor.nbytes])], peer, 1).wait()
+            self._gloo.recv([tensor], peer, 2).wait()
+
+        return self._begin(run, peer)
+
+    # --- collectives -------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors, opts) -> Operation:
+        return self._begin(lambda: self._gloo.broadcast(tensors, opts).wait())
+
+    def allreduce(self, tensors, opts) -> Operation:
+        return self._begin(lambda: self._gloo.allreduce(tensors, opts).wait())
+
+    def allgather(self, outputs, inputs, opts=None) -> Operation:
+        return self._begin(lambda: self._gloo.allgather(outputs, inputs).wait())
+
+    def gather(self, outputs, inputs, opts) -> Operation:
+        return self._begin(lambda: self._gloo.gather(outputs, inputs, opts).wait())
+
+    def barrier(self, opts=None) -> Operation:
+        return self._begin(lambda: self._gloo.barrier().wait())
 
 
-class Nccl:
-    """The communicators of one pipeline on this rank: give `carry` to it."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        self._first, self._communicators = Nccl.made, {}
-        Nccl.made += 100  # those of another pipeline are others
-
-    def carry(self, direct, edge: int) -> "Way":
-        number = self._first + direct.communicator
-        return Way(self._communicators.setdefault(number, Communicator(number)), direct.peer)
+dist.Backend.register_backend(NAME, Communicator, devices=["cpu"])
 
 
-class Way:
-    """Between two ranks; numbers are not looked at."""
+class RulesOfStreams:
+    """A device beside the host, as far as it waits: marks are the host's time, and synchronizing it waits for all of
+    its streams, those of communicators too."""
 
-    def __init__(self, communicator: Communicator, peer: int) -> None:
-        self._communicator, self._peer = communicator, peer
+    def mark(self) -> float:
+        return time.perf_counter()
 
-    def isend(self, tensor: torch.Tensor, number: int) -> Operation:
-        return self._communicator.begin(self._peer, lambda: self._communicator.send(tensor, self._peer))
+    def start_clock(self) -> None:
+        self.synchronize()
 
-    def irecv(self, tensor: torch.Tensor, number: int) -> Operation:
-        return self._communicator.begin(self._peer, lambda: self._communicator.receive(tensor, self._peer))
+    def seconds(self, mark) -> float:
+        return mark
+
+    def synchronize(self) -> None:
+        for communicator in Communicator.every:
+            communicator.synchronize()

@@ -24,11 +24,12 @@ from gpipe_sim.scenario.reading import load_scenario
 
 pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
+import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules
 
 from gpipe_exec.alternatives import rehearsal
-from gpipe_exec.devices import autopsy
+from gpipe_exec.devices import accelerator, autopsy
 from gpipe_exec.devices.autopsy import failure, standing, write_down
 from gpipe_exec.devices.environment import MODELS, SAFE, worker_environment
 from gpipe_exec.devices.supervision import LOG
@@ -150,6 +151,12 @@ LOST = "Traceback ...\nRuntimeError: [../gloo/transport/tcp/pair.cc:538] Connect
         ({0: LOST, 2: LOST}, {1: 3, 0: 1, 2: 1}, "", "rank 1 left with status 3"),
         ({0: LOST}, {1: -15, 0: 1}, "", "rank 1 was killed by SIGTERM"),
         ({0: "ValueError\n"}, {0: 1}, "", "rank 0 failed:\nValueError"),
+        ({1: "ValueError\n"}, {0: -6, 1: 1}, "", "rank 1 failed:\nValueError"),
+        ({}, {1: -9, 0: -6}, "", "rank 1 was killed by SIGKILL"),
+        ({}, {1: 3, 0: -6}, "", "rank 1 left with status 3"),
+        ({}, {1: -6, 0: -6}, "", "rank 0 was killed by SIGABRT, rank 1 was killed by SIGABRT"),
+        ({0: LOST}, {1: -6, 0: 1}, "", "rank 1 was killed by SIGABRT"),
+        ({0: LOST}, {0: 1, 1: -6}, "", "rank 1 was killed by SIGABRT"),
         ({0: LOST, 1: "SystemExit: 0\n"}, {0: 1, 1: 0}, "", "rank 1 failed:\nSystemExit: 0"),
         ({0: LOST, 1: "AssertionError\n"}, {0: 1, 1: 1}, "", "rank 1 failed:\nAssertionError"),
         ({0: LOST}, {0: 1}, "", "rank 0 failed:\n" + LOST.strip()),
@@ -182,6 +189,7 @@ def test_the_cause_is_told_and_not_a_neighbour_that_lost_its_connection(errors, 
         ([(threading, 360, "wait"), (messages, 204, "finish"), (pipeline, 170, "step")], None),
         ([(rehearsal, 99, "wait"), (messages, 220, "take"), (pipeline, 140, "step")], None),
         ([(distributed_c10d, 4, "barrier"), (launch, 110, "step")], None),
+        ([(torch.accelerator, 9, "synchronize"), (accelerator, 9, "synchronize"), (pipeline, 170, "step")], None),
         ([("/models/model.py", 7, "forward"), (schedules, 9, "step")], "stands in model.py:7, forward"),
         ([(threading, 360, "wait"), ("/models/model.py", 7, "load")], "stands in model.py:7, load"),
         ([], None),

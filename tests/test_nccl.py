@@ -42,12 +42,21 @@ def plan_of(schedule, v, K, M, **choices):
 
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_every_schedule_ends_under_nccls_rules_and_is_exact(K):
-    assert "32 plans are exact" in run_ranks(K, "nccl.py")
+    assert "36 plans are exact" in run_ranks(K, "nccl.py")
 
 
-@pytest.mark.parametrize(("way", "K"), [("cold", 2), ("unordered", 2)])
-def test_it_hangs_under_nccls_rules_without_communicators_made_before_or_without_their_order(way, K):
-    assert "hangs" in run_ranks(K, "nccl.py", NCCL_WITHOUT=way)
+@pytest.mark.parametrize("way", ["cold", "unordered", "late"])
+def test_it_hangs_under_nccls_rules_without_the_engines_care(way):
+    """Communicators made before, their order, and a recorder that waits for the device before a receive is on it."""
+    assert "hangs" in run_ranks(2, "nccl.py", NCCL_WITHOUT=way)
+
+
+@pytest.mark.parametrize(("D", "K"), [(2, 2), (3, 1)])
+def test_replicas_shards_and_tied_weights_end_under_nccls_rules_and_are_exact(D, K, tmp_path):
+    """In a world that has nothing but the device's backend, beside which numbers go from host to host."""
+    assert f"plans of {D} replicas are exact" in run_ranks(
+        D * K, "replicas.py", K, tmp_path, GPIPE_TEST_BACKEND="nccl_rules"
+    )
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -109,6 +118,42 @@ def test_blocking_senders_under_nccls_rules_wait_for_each_other_just_where_the_s
             with pytest.raises(DeadlockError, match="cannot finish"):
                 refuse_deadlock(program_of(planned), planned.window, blocking=True)
     assert found == {"ends", "refused"}
+
+
+def replicas_of(schedule, v, K, M, D, shard="none"):
+    return program_of(plan_of(schedule, v, K, M, replicas=D, shard=shard, batch=D * (1 if schedule == "naive" else M)))
+
+
+@pytest.mark.parametrize(("schedule", "v"), EVERY)
+def test_no_step_of_replicas_and_shards_under_nccls_rules_waits_for_itself(schedule, v):
+    """Their sums beside the backwards or after them, their gathers, tied weights, the loss told to all, and a recorder
+    that waits for its device."""
+    turns = itertools.cycle(itertools.product((True, False), (True, False), ((), (0, -1))))
+    for K, M, D, shard in itertools.product((2, 3, 4), (1, 2, 4), (2, 3), ("none", "optimizer", "parameters")):
+        host_computes, early_sums, tied = next(turns)
+        machine = step_of(
+            replicas_of(schedule, v, K, M, D, shard),
+            1 + M % 2,
+            replicas=D,
+            tied=[range(K)[end] for end in tied],
+            host_computes=host_computes,
+            early_sums=early_sums,
+            records=True,
+            num_steps=2,
+        )
+        assert machine.stuck() == []
+
+
+def test_replicas_that_sum_in_other_orders_wait_for_each_other_under_nccls_rules():
+    """Which is why replicas whose shares differ, and so perhaps their orders, sum at the end."""
+    machine = Machine()
+    for replica, stages in enumerate(((0, 1), (1, 0))):
+        for stage in stages:
+            machine.add(str(stage), ("alike", replica))
+    first, second = machine._streams.values()
+    meet(first[0], second[1])
+    meet(first[1], second[0])
+    assert len(machine.stuck()) == 2
 
 
 # --- order and communicators -----------------------------------------------------------------------------------------

@@ -68,8 +68,12 @@ class Accelerator(Beside):
 
     @cached_property
     def _side(self) -> torch.Stream:
-        """Where transfers are waited for, so that the compute stream need not."""
-        return torch.Stream(device=self.device)
+        """Where transfers are waited for, so that the compute stream need not.
+
+        torch hands out a few streams in turns. Those of communicators are of ordinary priority: a stream of that kind
+        might be one of theirs, which would then wait for another's transfer.
+        """
+        return torch.Stream(device=self.device, priority=-1)
 
     def mark(self) -> torch.Event:
         """An event in the compute stream."""
@@ -164,16 +168,26 @@ def local_device(kind: str) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """The one that the process group's messages are for: an accelerator only if a backend of the group is for it.
+    """The one that the process group's messages are for: an accelerator only if the group has a backend of its kind.
 
     Without a group it is this process's accelerator if there is one, otherwise the CPU.
     """
     kind = available_kind()
-    return local_device(kind if not dist.is_initialized() or kind in _devices_of_group() else "cpu")
+    return local_device(kind if not dist.is_initialized() or _has_own_backend(kind) else "cpu")
 
 
-def _devices_of_group() -> set[str]:
-    return {device.type for device in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
+def _has_own_backend(kind: str) -> bool:
+    return backends_of_world().get(kind, "gloo") not in _TAGS
+
+
+_TAGS = ("gloo", "mpi")
+"""The backends that tell messages apart by tags. gloo says that it is for every device, but takes messages from host
+memory only."""
+
+
+def backends_of_world() -> dict[str, str]:
+    """Kind of device -> the backend that the world's messages in its memory go by."""
+    return dict(part.split(":") for part in dist.get_backend_config().split(","))
 
 
 def backend_for(device: torch.device) -> str:
@@ -185,8 +199,8 @@ def backend_for(device: torch.device) -> str:
 
 def runs_in_order(device: torch.device) -> bool:
     """Whether messages in this device's memory have no tags, and a communicator's operations run in the order in which
-    they are begun: of all backends only gloo and MPI have tags."""
-    return device.type != "cpu"
+    they are begun."""
+    return dist.is_initialized() and backends_of_world().get(device.type, "") not in _TAGS
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from gpipe_exec.devices.process import leave
@@ -37,8 +38,9 @@ _CONSEQUENCE_S = 2.0
 machine, and must see the other end first. Whoever has seen it ends this one at once."""
 _ENGINE = Path(__file__).parents[1] / "engine"
 _MESSAGES = _ENGINE / "messages.py"
-_COMMUNICATION = {_ENGINE, Path(str(dist.__file__)).parent}
-"""Where code stands that waits for another rank; a model's own code may be called from there, but is not in there."""
+_COMMUNICATION = {_ENGINE, *(Path(str(module.__file__)).parent for module in (dist, torch.accelerator))}
+"""Where code stands that waits for another rank, or for its device, whose streams wait for another's; a model's own code
+may be called from there, but is not in there."""
 
 
 def answer_where(run: Path, rank: int) -> None:
@@ -192,21 +194,28 @@ def failure(
 ) -> str:
     """Which rank failed and why: for one that raised, in the words of its own traceback.
 
+    A rank aborts (SIGABRT) also because it has lost another: NCCL's watchdog ends it so. Then it is no cause.
+
     `finished` tells of each rank whether all its work was done; `ended` are those that were seen to end, the first of
     them first, with their status; `hung` is what is said of a run that made no progress.
     """
     errors = _errors(run, len(finished))
     causes = [rank for rank, text in errors.items() if not _is_consequence(text)]
     killed = {rank: -status for rank, status in ended.items() if status < 0 and not _is_asked(status)}
-    if killed:
-        return ", ".join(f"rank {rank} was killed by {signal.Signals(n).name}" for rank, n in sorted(killed.items()))
+    aborted = {rank: n for rank, n in killed.items() if n == signal.SIGABRT}
+    if len(aborted) < len(killed):
+        return _told_killed({rank: n for rank, n in killed.items() if rank not in aborted})
     if causes:
         return f"rank {causes[0]} failed:\n{errors[causes[0]]}"
+    if next(iter(ended), None) in aborted:
+        return _told_killed(aborted)
     if reason := cannot_write(run):
         return f"{run} cannot be written: {reason}"
-    silent = [rank for rank in ended if not finished[rank] and rank not in errors]
+    silent = [rank for rank in ended if not finished[rank] and rank not in errors and rank not in aborted]
     if silent:  # also if nobody noticed in time
         return f"rank {silent[0]} left with status {ended[silent[0]]} before its work was done"
+    if aborted:
+        return _told_killed(aborted)
     if hung:
         told = ", ".join(f"rank {rank} {what}" for rank, what in sorted((standing or {}).items()))
         return f"{hung}: {told or 'every rank waits for another'}"
@@ -219,6 +228,10 @@ def failure(
         return f"the launcher failed before its ranks began: {own[-1]}"
     left = [rank for rank in range(len(finished)) if not finished[rank]]
     return f"rank {left[0] if left else 0} left before its work was done"
+
+
+def _told_killed(killed: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} was killed by {signal.Signals(n).name}" for rank, n in sorted(killed.items()))
 
 
 def _errors(run: Path, num_ranks: int) -> dict[int, str]:

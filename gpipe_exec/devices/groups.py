@@ -1,13 +1,18 @@
-"""Process groups: the one that a run starts with, and those that a plan's wires need beside it."""
+"""Process groups: the one that a run starts with, and those that a plan needs beside it.
+
+All of them have the world's timeout, which a new group does not inherit. With NCCL a communicator's first use stops the
+host until the others join, so whoever makes a group uses it once before the first step.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gpipe_exec.devices.accelerator import backend_for, runs_in_order
+from gpipe_exec.devices.accelerator import backend_for, backends_of_world, runs_in_order
 
 
 def start_processes(device: torch.device, timeout: timedelta) -> None:
@@ -24,26 +29,63 @@ def start_processes(device: torch.device, timeout: timedelta) -> None:
 def make_communicators(count: int, device: torch.device) -> Sequence[dist.ProcessGroup | None]:
     """So many beside the world's, of all processes, for messages that run in order; with tags the world's is enough.
 
-    Every process takes part. Where the world is bound to its device, they are split from its communicator.
+    Every process takes part.
     """
-    if not runs_in_order(device) or not dist.is_initialized():
+    if not runs_in_order(device):
         return [None] * count
-    backend = dist.get_default_backend_for_device(device)
-    return [dist.new_group(backend=backend, timeout=_patience(device), device_id=device) for _ in range(count)]
+    backend = backends_of_world()[device.type]
+    return [make_group(None, device, backend) for _ in range(count)]
 
 
 def host_group(device: torch.device) -> dist.ProcessGroup | None:
     """Whose messages are in host memory: the world, unless it was started with nothing but the device's backend."""
+    return make_group(None, device, "gloo") if dist.is_initialized() and not _has_host_messages() else None
+
+
+class Group(NamedTuple):
+    """Some processes, and how they meet."""
+
+    device: dist.ProcessGroup
+    """In the memory of their devices."""
+    host: dist.ProcessGroup
+    """In host memory: the same group, if it can."""
+
+
+def make_groups(groups: Iterable[Sequence[int]], device: torch.device) -> list[Group | None]:
+    """Of these processes each; None where this one is not among them. Every process takes part in making all."""
+    found: list[Group | None] = []
+    for processes in groups:
+        made = make_group(processes, device)
+        host = made if _has_host_messages() else make_group(processes, device, "gloo")
+        found.append(None if made is None or host is None else Group(made, host))
+    return found
+
+
+def make_group(
+    processes: Sequence[int] | None, device: torch.device, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Of these processes, or of all, by the world's backend unless another is named; None where this one is not among
+    them. Where the world is bound to its device, the group is split from its communicator."""
     world = dist.group.WORLD
-    if world is None or torch.device("cpu") in world._device_types:
-        return None
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_patience(device))
-    return made
+    is_bound = backend != "gloo" and getattr(world, "bound_device_id", None) is not None
+    ranks = None if processes is None else list(processes)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, _patience(device), backend=backend, device_id=device if is_bound else None
+    )
+    return made if ranks is None or dist.get_rank() in ranks else None
+
+
+def _has_host_messages() -> bool:
+    """Whether the world's groups take messages in host memory, whose host waits for nothing but their arrival."""
+    return backends_of_world().get("cpu") in ("gloo", "mpi")
 
 
 def _patience(device: torch.device) -> timedelta | None:
-    """The world's own timeout, which other groups do not inherit."""
+    """The world's own timeout, if it tells."""
     world = dist.group.WORLD
-    options = getattr(world._get_backend(device), "options", None) if world is not None else None
+    try:
+        options = getattr(world._get_backend(device), "options", None) if world is not None else None
+    except RuntimeError:  # a group of another make
+        options = None
     found: timedelta | None = getattr(options, "_timeout", None)
     return found

@@ -86,7 +86,9 @@ class Held:
             name: called[0] for called in shared_parameters(layers, self._names, plan).values() for name in called
         }
         """Name -> the name under which an optimizer's state of a tied parameter is saved."""
-        self._tied = [one for one in tie(layers, self._names, plan) if self._replicas.process in one.processes]
+        self._tied = [
+            one for one in tie(layers, self._names, plan, self.device) if self._replicas.process in one.processes
+        ]
         self._loss = loss
         self.module = nn.Sequential()
         self._stages = {index: self._make_stage(layers, index) for index in self.stage_indices}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe_exec.devices.accelerator import beside, runs_in_order, synchronize, to_device
-from gpipe_exec.devices.groups import host_group, make_communicators
+from gpipe_exec.devices.groups import make_communicators
 from gpipe_exec.devices.recorder import Recorder
 from gpipe_exec.engine.course import Course, course_of, plan_for_batch
 from gpipe_exec.engine.delivery import Acknowledged
@@ -150,8 +150,8 @@ class Pipeline(Held):
         losses: list[torch.Tensor] = []
         whole_loss: torch.Tensor | None = None
         earlier = self._begin_step(course, targets, weight)
+        record.begin_step()  # which may wait for the device: no receive may be on it, that would wait for another rank
         self._begin_messages(course, course.posts[0], "step")
-        record.begin_step()
         self._lane.begin_step()
         if self.plan.shard == "parameters":
             self._begin_gathers()
@@ -299,9 +299,9 @@ class Pipeline(Held):
             lengths = {len(tensor) for tensor in flatten(inputs)[0]}
             mine = lengths.pop() if len(lengths) == 1 else -1
         self._shares = self._replicas.shares(mine) if self.is_first else [0] * self.plan.replicas
-        if self.plan.num_ranks > 1:  # in host memory, if possible: no device is waited for
-            told = torch.tensor(self._shares, dtype=torch.int64, device=self._replicas.device_for_numbers)
-            self._tell(told, 0, self._host)
+        if self.plan.num_ranks > 1:  # in host memory: no device is waited for
+            told = torch.tensor(self._shares, dtype=torch.int64)
+            self._tell(told, 0, self._replicas.pipeline_on_host)
             self._shares = told.tolist()
         wrong = [share for share in self._shares if not 1 <= share <= self.plan.samples]
         if wrong:
@@ -510,12 +510,14 @@ class Pipeline(Held):
         if self._in_order:
             refuse_deadlock(program, plan.window, blocking=not overlap)
         groups = make_communicators(max(numbers.values(), default=-1) + 1, self.device)
-        host = self._host = host_group(self.device) if plan.replicas == 1 else None
-        self._groups = [group for group in (*groups, host) if group is not None]
+        self._groups = [group for group in groups if group is not None]
         """Made here, beside the world."""
         self._gradient_receivers: dict[int, Receiver] = {}
         """By the stage that sent the output."""
         lanes: dict[object, Lane] = {}
+        sides = [
+            beside(self.device) for _ in groups
+        ]  # where deliveries of a communicator are waited for, in their order
         for number, channel in enumerate(program.channels):
             if position not in (channel.sender, channel.receiver):
                 continue
@@ -523,10 +525,10 @@ class Pipeline(Held):
             communicator = numbers[wire_of(channel)]
             first_tag = number * M * NUMBERS
             way = PeerToPeer(peer, groups[communicator], first_tag, communicator)
-            aside = PeerToPeer(peer, host, first_tag)
+            aside = PeerToPeer(peer, self._replicas.pipeline_on_host, first_tag)
             transport = self._transports[number] = self._carry(way, channel.edge)
             if channel.sender == position:
-                device = beside(self.device)
+                device = sides[communicator]
                 deliveries = ByThread() if device is None else ByEvents(device)
                 self._senders[number] = Sender(
                     transport, aside, deliveries, self.device, tells_form=channel.is_forward, blocking=not overlap
@@ -538,7 +540,7 @@ class Pipeline(Held):
                 lane.receivers[number] = self._receivers[number] = receiver
                 if not channel.is_forward:
                     self._gradient_receivers[channel.target] = receiver
-        if self._in_order and numbers:
+        if self._in_order:
             self._warm_up(numbers)
 
     def _warm_up(self, numbers: Mapping[tuple[int, int], int]) -> None:
@@ -549,6 +551,8 @@ class Pipeline(Held):
             if self._position in wire:
                 byte, way = torch.zeros(1, dtype=torch.uint8, device=self.device), self._transports[channel]
                 (way.isend(byte, 0) if self._position == wire[0] else way.irecv(byte, 0)).wait()
+        if self._mixed is not None and dist.is_initialized():
+            dist.all_reduce(torch.zeros(1, device=self.device))
         self._share_loss([], [], 1.0)
         synchronize(self.device)
 
@@ -567,8 +571,9 @@ class Pipeline(Held):
         self._lane.close()
         if self._checkpoints is not None:
             self._checkpoints.finish()
-        for group in self._groups:
+        for group in (*self._groups, *{one.group for one in self._tied if one.group is not None}):
             dist.destroy_process_group(group)
+        self._replicas.close()
 
 
 def _without_graph(value: Value) -> Value:

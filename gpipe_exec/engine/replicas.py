@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from gpipe_exec.devices.groups import host_group, make_groups
 from gpipe_exec.engine.buckets import Bucket, buckets_of, together
 from gpipe_exec.engine.transport import Transfers
 from gpipe_sim.plan.plan import Plan
@@ -30,12 +30,16 @@ class Replicas:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         """Every process makes it at the same time."""
         self.num, self._plan, self._device = plan.replicas, plan, device
+        self._made: set[dist.ProcessGroup] = set()
         self.process = dist.get_rank() if dist.is_initialized() else 0
         self.position, self.replica = plan.place_of(self.process)
         self.pipeline: dist.ProcessGroup | None = None
         """The ranks of this replica; None is the world."""
+        self.pipeline_on_host: dist.ProcessGroup | None = None
+        """The same for messages in host memory."""
         self.alike: dist.ProcessGroup | None = None
         """Those that hold the same stages; None where there is no other."""
+        self._alike_on_host: dist.ProcessGroup | None = None
         self._found: list[tuple[Sequence[nn.Parameter], torch.Tensor]] = []
         """Of each summed stage: its parameters, and how many replicas have a gradient of each."""
         self._own: dict[nn.Parameter, torch.Tensor] = {}
@@ -43,8 +47,13 @@ class Replicas:
         if plan.replicas > 1:
             positions = [plan.pipeline.index(rank) for rank in plan.ranks]
             numbers = [[plan.process(position, replica) for replica in range(plan.replicas)] for position in positions]
-            mesh = DeviceMesh(device.type, numbers, mesh_dim_names=("pp", "dp"))
-            self.pipeline, self.alike = mesh.get_group("pp"), mesh.get_group("dp")
+            made = make_groups([*zip(*numbers, strict=True), *numbers], device)
+            own = [group for group in made if group is not None]
+            (self.pipeline, self.pipeline_on_host), (self.alike, self._alike_on_host) = own
+            self._made = {group for pair in own for group in pair}
+        elif (host := host_group(device)) is not None:
+            self.pipeline_on_host = host
+            self._made = {host}
 
     def process_of(self, stage: int) -> int:
         """The process that holds a stage of this replica."""
@@ -52,25 +61,25 @@ class Replicas:
 
     def start_alike(self, module: nn.Module) -> None:
         """Everyone begins with the first replica's weights. This also uses their communicator for the first time, which
-        stops the host until all have joined."""
+        stops the host until all have joined, in each of the ways in which it is used later."""
         if self.alike is not None:
-            for tensor in (torch.zeros(1, device=self._device), *module.state_dict().values()):
+            number = torch.zeros(1, device=self._device)
+            dist.all_reduce(number, group=self.alike)
+            for tensor in (number, *module.state_dict().values()):
                 dist.broadcast(tensor, src=self._plan.process(self.position), group=self.alike)
 
     def shares(self, samples: int) -> list[int]:
         """Of all replicas, in samples. Ranks of the same stage ask each other at the same time."""
-        found = torch.zeros(self.num, dtype=torch.int64, device=self.device_for_numbers)
+        found = torch.zeros(self.num, dtype=torch.int64)
         found[self.replica] = samples
-        if self.alike is not None:
-            dist.all_reduce(found, group=self.alike)
+        if self._alike_on_host is not None:
+            dist.all_reduce(found, group=self._alike_on_host)
         return [int(share) for share in found.tolist()]
 
-    @property
-    def device_for_numbers(self) -> torch.device:
-        """Host memory, unless the processes have nothing but the device's backend."""
-        cpu = torch.device("cpu")
-        group = self.alike
-        return cpu if group is None or cpu in group._device_types else self._device
+    def close(self) -> None:
+        """Nothing is done together any more."""
+        for group in self._made:
+            dist.destroy_process_group(group)
 
     def add(self, values: torch.Tensor) -> None:
         """Sum a few numbers over the replicas, in place."""
@@ -79,10 +88,9 @@ class Replicas:
 
     def highest(self, value: float) -> float:
         """Of all replicas."""
-        if self.alike is None:
-            return value
-        found = torch.tensor([value], dtype=torch.double, device=self.device_for_numbers)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.alike)
+        found = torch.tensor([value], dtype=torch.double)
+        if self._alike_on_host is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._alike_on_host)
         return float(found)
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:

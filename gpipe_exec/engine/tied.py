@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpipe_exec.devices.groups import make_group
 from gpipe_sim.plan.plan import Plan
 
 Layers = nn.Sequential | Sequence[nn.Module]
@@ -44,8 +45,11 @@ def shared_parameters(layers: Layers, names: Sequence[str], plan: Plan) -> dict[
     return {parameter: called for parameter, called in found.items() if len(stages[parameter]) > 1}
 
 
-def tie(layers: Layers, names: Sequence[str], plan: Plan) -> list[Tied]:
-    """Connect the ranks that share parameters; every process calls it, with the same layers."""
+def tie(layers: Layers, names: Sequence[str], plan: Plan, device: torch.device) -> list[Tied]:
+    """Connect the ranks that share parameters; every process calls it, with the same layers.
+
+    Their communicators are used at once, in the order in which all make them: a first use stops the host.
+    """
     layer_of = {name: index for index, name in enumerate(names)}
     stage_of = [stage for stage, size in enumerate(plan.balance) for _ in range(size)]
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -57,7 +61,9 @@ def tie(layers: Layers, names: Sequence[str], plan: Plan) -> list[Tied]:
         for replica in range(plan.replicas):
             processes = tuple(sorted(plan.process(plan.pipeline.index(rank), replica) for rank in holders))
             if processes not in groups:
-                groups[processes] = dist.new_group(list(processes))
+                groups[processes] = make_group(processes, device)
+                if groups[processes] is not None:
+                    dist.all_reduce(torch.zeros(1, device=device), group=groups[processes])
             found.append(Tied(parameter, tuple(called), processes, groups[processes]))
     return found
 
