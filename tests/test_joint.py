@@ -7,7 +7,7 @@ import pytest
 from commands import run
 from plans import scenario
 
-from gpipe_sim.base.files import Document
+from gpipe_sim.base.files import Document, InputError
 from gpipe_sim.explain.predict import predict_all
 from gpipe_sim.make.making import make_plan
 from gpipe_sim.scenario.reading import parse_scenario
@@ -134,10 +134,64 @@ def test_nothing_fits_is_told_with_what_would():
     assert any("nodes instead of 1 would fit" in one for one in told)
 
 
-def test_a_measured_or_uneven_cluster_is_searched_as_before():
-    slow = SMALL["cluster"] | {"slowdown": {0: 1.2}}
-    assert not space(cluster=slow).is_joint
+def test_mixed_devices_are_searched_with_all_dimensions():
+    """Three nodes, one of which is faster: no worse than any plan that lists find, and cut for the speeds."""
+    groups = [{"nodes": 1, "device": "h100-80gb"}, {"nodes": 2, "device": "a100-80gb"}]
+    cluster = {"groups": groups, "devices_per_node": 2, "link": "nvlink3", "network": "100gbit", "nics": 2}
+    lists = {
+        "microbatches": [2, 4, 8],
+        "schedule": "1f1b",
+        "checkpoint": ["never", "always"],
+        "recompute_unit": "layer",
+    }
+    found = advise(space_of(list(parse_scenario(Document("test.yaml", uneven(cluster, lists))))))
+    swept = []
+    for T, D in ((1, 1), (1, 2), (1, 3), (1, 6), (2, 1), (2, 3), (6, 1)):
+        for order in (["tensor", "data", "pipeline"], ["tensor", "pipeline", "data"]):
+            fixed = {"stages": 6 // T // D, "tensor": T, "replicas": D, "order": order}
+            fixed["microbatches"] = [M for M in lists["microbatches"] if M <= 12 // D]
+            try:
+                points = parse_scenario(Document("test.yaml", uneven(cluster, lists | fixed)))
+            except InputError:  # replicas that would not be alike
+                continue
+            swept += predict_all([make_plan(point) for point in points])
+    assert {one.plan.replicas for one in swept} == {1, 2, 3, 6}
+    assert found.recommended.step_time_s <= min(one.step_time_s for one in swept if one.fits) * (1 + 1e-9)
+    pipeline = next(c.plan for c in found.candidates if c.plan.num_ranks == 6 and c.plan.checkpoint[0] == "never")
+    assert min(pipeline.balance[:2]) > max(pipeline.balance[2:5])
+
+
+def uneven(cluster, plan):
+    model = {"kind": "transformer", "layers": 22, "hidden": 1024, "heads": 16, "sequence": 1024, "vocab": 1000}
+    return {"name": "uneven", "model": model, "batch": 12, "cluster": cluster, "plan": plan}
+
+
+def test_a_straggler_may_be_left_out():
+    slow = {"device": "a100-80gb", "devices_per_node": 4, "link": "nvlink3", "slowdown": {3: 20.0}}
+    best = advise(space(cluster=slow, plan={"microbatches": 8, "schedule": "1f1b"})).recommended.plan
+    assert best.num_ranks == best.world == 3
+    assert 3 not in best.placement
+
+
+def test_replicas_may_be_listed_beside_a_straggler():
+    cluster = SMALL["cluster"] | {"slowdown": {0: 1.2}}
+    lists = {"stages": 4, "replicas": [1, 2], "microbatches": 8, "schedule": "1f1b", "checkpoint": "never"}
+    found = advise(space(cluster=cluster, plan=lists))
+    assert {c.plan.replicas for c in found.candidates} == {1, 2}
+    assert found.recommended.plan.replicas == 2
+
+
+def test_with_jitter_the_best_are_weighed_with_the_same_luck():
+    found = advise(space(cluster=SMALL["cluster"] | {"jitter": {"cv": 0.05, "samples": 10}}, batch=16))
+    assert found.recommended.plan.world == 8
+    assert found.recommended.plan.scenario.cluster.jitter is not None
+    assert found.rivals
+    assert all(rival.beaten is not None for rival in found.rivals)
+
+
+def test_a_measured_cluster_is_searched_as_before():
     assert space().is_joint
+    assert not space(cluster=SMALL["cluster"] | {"links": {0: "10gbit"}}).is_joint
     (alone,) = (scenario(SMALL | {"cluster": {"device": "a100-80gb", "devices_per_node": 1, "link": "nvlink3"}}),)
     assert not space_of([alone]).is_joint
 

@@ -140,17 +140,18 @@ def space_of(points: Sequence[Scenario]) -> Space:
     automatic = AUTO in named
     if automatic:  # an order is made for the plan that the named ones lead to
         named = tuple(SCHEDULES)
+    is_uneven = bool(first.cluster.slowdown)
     is_joint = _is_joint(first, given) or (
-        isinstance(first.model, Transformer) and any(s.recompute_unit != "stage" or s.tensor > 1 for s in specs)
+        isinstance(first.model, Transformer)
+        and any(s.recompute_unit != "stage" or s.tensor > 1 or (is_uneven and s.replicas > 1) for s in specs)
     )
     if not is_joint and any(spec.recompute_unit != "stage" for spec in specs):
         raise first.error("plan.recompute_unit", "is not searched yet, expected stage; gpipe simulate knows the others")
     frames = _distinct(
         (spec.replicas, spec.shard, spec.order) if spec.replicas > 1 else (1, "none", SUMS_INSIDE) for spec in specs
     )
-    if first.cluster.slowdown and {replicas for replicas, *_ in frames} != {1}:
-        slow = "cluster.groups" if first.cluster.groups else "cluster.slowdown"
-        message = f"is not searched with {slow} yet, expected 1; gpipe simulate knows more"
+    if is_uneven and not is_joint and {replicas for replicas, *_ in frames} != {1}:
+        message = "is not searched with cluster.slowdown yet, expected 1; gpipe simulate knows more"
         raise first.error("plan.replicas", message)
     each = _distinct(spec.stages_per_rank for spec in specs) if "stages_per_rank" in given else None
     schedules = tuple(name for name in named if is_plain(name) and (each is None or 1 in each))
@@ -191,15 +192,15 @@ def space_of(points: Sequence[Scenario]) -> Space:
 
 def _is_joint(scenario: Scenario, given: Mapping[str, object]) -> bool:
     """Whether stages, replicas and tensor groups are open together: of a transformer that can be sliced, on devices of
-    which it is known how many there are, all alike, and nothing is said of where stages are."""
+    which it is known how many there are, and nothing is said of where stages are."""
     cluster = scenario.cluster
     pinned = {"stages", "balance", "placement", "stages_per_rank"} & given.keys() or {
         "replicas",
         "tensor",
     } <= given.keys()
-    alike = not (cluster.slowdown or cluster.links or cluster.cores or cluster.jitter)
+    known = not (cluster.links or cluster.cores)
     analytic = isinstance(scenario.model, Transformer) and scenario.profile is None
-    return analytic and alike and (cluster.num_devices or 1) > 1 and not pinned and given.get("schedule") != AUTO
+    return analytic and known and (cluster.num_devices or 1) > 1 and not pinned and given.get("schedule") != AUTO
 
 
 def _beyond(

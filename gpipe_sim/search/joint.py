@@ -98,7 +98,11 @@ class JointSearch:
     """The search of one space."""
 
     def __init__(self, space: Space) -> None:
-        self.space, self.scenario = space, space.scenario
+        """Nothing is evaluated with jitter: plans near each other are weighed with it at the end (`advise`)."""
+        calm = space.scenario.cluster.model_copy(update={"jitter": None})
+        self._jittery = space.scenario.cluster
+        self.scenario = replace(space.scenario, cluster=calm)
+        self.space = replace(space, scenario=self.scenario)
         self.limit = self.scenario.cluster.memory_limit
         self.judges: dict[Frame, Judge] = {}
         self._scenario, self._profile = cache(self._make_scenario), cache(self._make_profile)
@@ -152,11 +156,16 @@ class JointSearch:
         promising.sort(key=self._promise)
         self._evaluate(promising or sorted(estimates, key=lambda one: one.peak_bytes)[:_SMALLEST], few=few)
         for point in self.space.swept:
-            plan = make_plan(point)
+            plan = make_plan(replace(point, cluster=self.scenario.cluster))
             self._judge(frame_of(plan), [plan], np.inf)
         self._evaluate_neighbours(estimates)
         self._refine()
-        return self.found
+        return [replace(one, plan=self._with_jitter(one.plan)) for one in self.found]
+
+    def _with_jitter(self, plan: Plan) -> Plan:
+        if self._jittery.jitter is None:
+            return plan
+        return replace(plan, scenario=replace(plan.scenario, cluster=self._jittery))
 
     def _evaluate(self, estimates: list[Estimate], *, few: bool) -> None:
         for first in range(0, len(estimates), _TOGETHER):
@@ -296,9 +305,21 @@ class JointSearch:
         )
 
     def _make_balance(
-        self, tensor: int, unit: RecomputeUnit, mode: Checkpoint, stages: int, sizes: tuple[int, ...]
+        self,
+        tensor: int,
+        unit: RecomputeUnit,
+        mode: Checkpoint,
+        slowdowns: tuple[float, ...],
+        sizes: tuple[int, ...],
     ) -> tuple[int, ...]:
-        return partition(stage_costs(self._profile(tensor), sizes, (mode,) * stages, [1.0] * stages, unit))
+        modes = (mode,) * len(slowdowns)
+        return partition(stage_costs(self._profile(tensor), sizes, modes, list(slowdowns), unit))
+
+    def _slowdowns(self, choice: Choice) -> tuple[float, ...]:
+        """Of each stage, in the slowest replica."""
+        pattern, by_rank = SCHEDULES[choice.schedule].pattern, self._traffic(choice).slowdowns
+        K = choice.ranks
+        return tuple(by_rank[position_of(pattern, stage, K)] for stage in range(K * choice.stages_per_rank))
 
     def plan(self, choice: Choice) -> Plan:
         """Cut so that the slowest stage is the fastest."""
@@ -323,11 +344,11 @@ class JointSearch:
         )
 
     def _cut(self, choice: Choice) -> tuple[int, ...]:
-        frame, S = choice.frame, choice.ranks * choice.stages_per_rank
+        frame = choice.frame
         sizes = microbatch_sizes(self.scenario.batch // frame.replicas, choice.microbatches)
         kinds = (sizes[0],) if len(set(sizes)) == 1 else sizes
         unit = frame.unit if choice.mode != "never" else "stage"
-        return self._balance(frame.tensor, unit, choice.mode, S, kinds)
+        return self._balance(frame.tensor, unit, choice.mode, self._slowdowns(choice), kinds)
 
     # --- estimates ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +366,8 @@ class JointSearch:
         size = -(-(self.scenario.batch // D) // M)
         plain, costs = profile.at(size), recomputed_in_backward(profile, unit).at(size)
         again = plain.forward_s if mode != "never" and unit == "stage" else 0.0
-        balance = self._balance(frame.tensor, unit, mode, K * v, (1,))  # hardly another one for larger micro-batches
+        # Hardly another one for larger micro-batches.
+        balance = self._balance(frame.tensor, unit, mode, self._slowdowns(choice), (1,))
         ends = np.cumsum(balance)
         firsts = ends - balance
         position = [position_of(SCHEDULES[choice.schedule].pattern, stage, K) for stage in range(K * v)]
@@ -355,7 +377,7 @@ class JointSearch:
             total: Array = np.bincount(position, sums[ends] - sums[firsts], minlength=K).astype(float)
             return total
 
-        work = by_rank(plain.forward_s + costs.backward_s + again)
+        work = by_rank(plain.forward_s + costs.backward_s + again) * self._traffic(choice).slowdowns
         bubble = SCHEDULES[choice.schedule].bubble_ideal(K, v, M)
         weights = by_rank(profile.parameter_bytes)
         traffic, message = self._traffic(choice), float(plain.output_bytes[0])
@@ -410,22 +432,26 @@ class JointSearch:
             backward="fifo",
             window=None,
         )
+        slowest = [max(plan.rank_slowdown(rank, replica) for replica in range(plan.replicas)) for rank in plan.ranks]
         links = [(plan.link(edge), plan.sharers if plan.nic_route(edge) else 1) for edge in range(K - 1)]
         rings = Counter(nic for rank in plan.ranks for nic in plan.ring_nics(rank))
         return _Traffic(
             s_per_byte=np.array([sharers / link.bandwidth for link, sharers in links]) / plan.message_slices,
             latency_s=np.array([link.latency for link, _ in links]),
+            slowdowns=tuple(slowest),
             group=plan.group,
             sharers=plan.collective_sharers * max(rings.values(), default=1),
         )
 
 
 class _Traffic(NamedTuple):
-    """What the network costs a mesh, whatever is sent."""
+    """What the network costs a mesh, whatever is sent, and how fast its ranks are."""
 
     s_per_byte: Array
     """From each rank to the next."""
     latency_s: Array
+    slowdowns: tuple[float, ...]
+    """Of each rank, in the slowest replica."""
     group: tuple[int, int]
     """Of the ranks that hold the same stages: how many in each node, and in how many nodes."""
     sharers: int

@@ -137,5 +137,5 @@ def _with_half_the_network(plan: Plan) -> Plan:
 
 
 def actions_of(plan: Plan) -> int:
-    """About how many actions and messages a step has: what evaluating it takes."""
-    return plan.num_stages * plan.num_microbatches
+    """About how many actions and messages a step has, of all replicas that differ: what evaluating it takes."""
+    return plan.num_stages * plan.num_microbatches * plan.simulated_replicas

@@ -4,12 +4,13 @@ One question asks for the fastest plan there is, one for the fastest within the 
 The front of time against memory is found by asking again with less and less memory.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gpipe_sim.make.automatic_order import with_automatic_order
+from gpipe_sim.scenario.mesh import SUMS_INSIDE
 from gpipe_sim.scenario.schema import AUTO
 from gpipe_sim.search.beyond import look_beyond
 from gpipe_sim.search.choices import Space
@@ -49,10 +50,22 @@ def explore(space: Space, advance: Callable[[], None] = lambda: None) -> Finding
     if space.is_joint:
         found = JointSearch(space).run()
         advance()
+        for alone in _one_pipeline(space):
+            found = sorted([*found, *_explore(alone, advance).candidates], key=lambda c: (c.step_time_s, c.peak_bytes))
         return Findings(found, is_exact=False)
     parts = [_explore(framed, advance) for framed in space.framed()]
     ordered = sorted((c for part in parts for c in part.candidates), key=lambda c: (c.step_time_s, c.peak_bytes))
     return Findings(ordered, is_exact=all(part.is_exact for part in parts))
+
+
+def _one_pipeline(space: Space) -> Iterator[Space]:
+    """Where some ranks are slower than others, the best may be to leave them out, or to place stages by speed: what the
+    search of a pipeline alone looks at, if that is open."""
+    open_to = 1 in (space.replicas_open or (1,)) and 1 in (space.tensors or (1,))
+    if space.scenario.cluster.slowdown and space.are_ranks and open_to and "stage" in (space.units or ("stage",)):
+        alone = space.scenario.plan.model_copy(update={"tensor": 1, "recompute_unit": "stage"})
+        pipelines = replace(space, scenario=replace(space.scenario, plan=alone), swept=())
+        yield from replace(pipelines, frames=((1, "none", SUMS_INSIDE),)).framed()
 
 
 def _explore(space: Space, advance: Callable[[], None]) -> Findings:
