@@ -108,7 +108,7 @@ SECONDS_EACH ?= 60
 fuzz: setup .fuzz/.ready
 	GPIPE_NEW_EXAMPLES=1 $(BIN)/pytest -m search tests
 	GPIPE_NEW_EXAMPLES=1 $(BIN)/pytest $$(grep -l hypothesis tests/test_*.py)
-	@for reader in scenario plan profile pipedream run; do echo "== $$reader, $(SECONDS_EACH) s"; \
+	@for reader in scenario plan profile pipedream run trace; do echo "== $$reader, $(SECONDS_EACH) s"; \
 		.fuzz/bin/python tests/fuzz/guided.py $$reader --seconds $(SECONDS_EACH) || exit 1; done
 
 .fuzz/.ready: pyproject.toml

@@ -105,7 +105,8 @@ class Task(NamedTuple):
 def ours(task: Task, schedule: str, stages_per_rank: int = 1, replicas: int = 1) -> Step:
     """This project's engine, as `examples/train.py` uses it."""
     pipe = Pipeline(task.layers, plan_of(task.checkpoint, schedule, stages_per_rank, replicas), task.loss)
-    return lambda: pipe.step(task.inputs, task.targets)
+    inputs, targets = (values.chunk(replicas)[task.rank % replicas] for values in (task.inputs, task.targets))
+    return lambda: pipe.step(inputs, targets)
 
 
 def by_hand(task: Task) -> Step:

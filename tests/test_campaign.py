@@ -180,6 +180,16 @@ def test_llama_3_was_interrupted_466_times_in_54_days_and_trained_for_more_than_
     assert slow.goodput.mean() < 0.9
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "hours"),
+    [("llama3", 16384, 54 * 24 / 466), ("opt175b", 992, 60 * 24 / 105), ("rsc1", 16384, 1.8), ("rsc1", 131072, 0.23)],
+)
+def test_published_rates_fail_as_often_as_was_published(name, devices, hours):
+    """The last two are projections of Kokolis et al., arXiv 2410.21680, from the rate that they measured."""
+    job = replace(LLAMA3, replicas=1, devices_per_replica=devices, **rates_of(name))
+    assert job.between_failures_s / HOUR == pytest.approx(hours, rel=0.03)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 SCENARIO = """name: weeks

@@ -38,7 +38,7 @@ from gpipe_sim.step.jitter import jitter_factors
 from gpipe_sim.step.simulate import simulate
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("scenario", "plan", "profile", "pipedream", "run")
+NAMES = ("scenario", "plan", "profile", "pipedream", "run", "trace")
 
 HOSTILE_VALUES = (
     *("null", "true", "~", "[]", "{}", '""', "-1", "0", "0.5", "1e-320", "1e308", "-1e308", "1e400", ".nan", ".inf"),

@@ -24,6 +24,8 @@ COLUMNS = ("start_s", "end_s", "arrived_s", "send_end_s")
 COSTS = layers([1.0] * 4, [2.0] * 4, weights=[0.75] * 4, output=[3.0] * 4)
 
 
+TRACE = '{"distributedInfo": {"rank": 1}, "traceEvents": [%s]}'
+
 GAP_S = 0.01
 CORRELATIONS = itertools.count(10_000)
 
@@ -145,6 +147,37 @@ def test_a_trace_may_be_compressed(tmp_path):
     same(measure_traces(asked, tmp_path).steps[0], step)
 
 
+@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"{}")[:-4], b"\xff{}"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, content):
+    for name in ("rank0.json.gz", "rank1.json"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=r"rank0.json.gz(:1)?: (is not JSON|cannot be read)"):
+        measure_traces(made("gpipe"), tmp_path)
+    (tmp_path / "rank0.json.gz").unlink()
+    (tmp_path / "rank0.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"rank0.json:1: is not JSON"):
+        measure_traces(made("gpipe"), tmp_path)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100, 5000])
+def test_however_a_file_is_read_in_pieces_it_says_the_same(tmp_path, monkeypatch, piece):
+    asked = made("interleaved_1f1b", 2)
+    step = write(tmp_path, asked, device="cuda")
+    file = tmp_path / "rank0_trace.json"
+    content = json.loads(file.read_text()) | {"deviceProperties": [{"name": "größe", "x": -1.5e-3}, 12345, None, True]}
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    monkeypatch.setattr("gpipe_sim.base.events._PIECE", piece)
+    same(measure_traces(asked, tmp_path).steps[0], step)
+
+
+def test_a_trace_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    asked = made("gpipe")
+    write(tmp_path, asked)
+    monkeypatch.setattr("gpipe_sim.base.limits.TRACE_BYTES", 1000)
+    with pytest.raises(InputError, match=r"rank0_trace.json: is larger than 0 MiB, expected less: profile fewer steps"):
+        measure_traces(asked, tmp_path)
+
+
 @pytest.mark.parametrize("late_s", [-40.0, 3600.0])
 def test_clocks_of_two_hosts_are_aligned_by_their_messages_there_and_back(tmp_path, late_s):
     asked = made("1f1b", M=6)
@@ -217,10 +250,25 @@ def test_what_a_trace_does_not_tell_is_refused(tmp_path, choices, reason):
         ('{"traceEvents": []}', "distributedInfo.rank: is missing"),
         ('{"distributedInfo": {"rank": 0}, "traceEvents": []}', "is of rank 0, as rank0_trace.json is"),
         ('{"distributedInfo": {"rank": 1}, "traceEvents": []}', "names no stages, expected torch's PP:2F0"),
-        (
-            '{"distributedInfo": {"rank": 1}, "traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": "x"}]}',
-            "ts or dur is no number",
-        ),
+        (TRACE % '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": "x"}', "ts or dur is no number"),
+        (TRACE % '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": true}', "ts or dur is no number"),
+        (TRACE % '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": -1}', "ts or dur is no number"),
+        (TRACE % '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1e999}', "ts or dur is no number"),
+        (TRACE % '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": NaN}', "ts or dur is no number"),
+        (TRACE % f'{{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1{"0" * 400}}}', "ts or dur is no number"),
+        (TRACE % f'{{"ph": "X", "cat": "kernel", "name": "a", "ts": 1, "args": {"[" * 90_000}', "is not JSON"),
+        (TRACE % '1, [], "a", null, {"ph": "X"}, {"cat": []}', "names no stages"),
+        (TRACE % "1 2", "rank1.json:1: is not JSON"),
+        (TRACE % "" + "{}", "rank1.json:1: is not JSON"),
+        (TRACE % "" * 2, "is not JSON"),
+        ((TRACE % "")[:-2], "is not JSON"),
+        ("\n\n{1: 2}", "rank1.json:3: is not JSON"),
+        ('{"traceEvents": 7, "distributedInfo": {"rank": 1}}', "traceEvents that are no list"),
+        ('{"traceEvents": [], "distributedInfo": {"rank": true}}', "distributedInfo.rank: is missing"),
+        ('{"traceEvents": [], "distributedInfo": [1]}', "distributedInfo.rank: is missing"),
+        (f'{{"traceEvents": [], "distributedInfo": {{"rank": 1}}, "baseTimeNanoseconds": 1{"0" * 400}}}', "since 1970"),
+        (f'{{"name": "{"a" * 5_000_000}"}}', "has an entry of more than 4194304 characters, or is not JSON"),
+        (f'{{"name": "{"a" * 5_000_000}', "is not JSON"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path, text, message):

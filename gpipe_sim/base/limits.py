@@ -9,6 +9,8 @@ FILE_BYTES = 64 * 2**20
 """Of any file that is read."""
 TRACE_BYTES = 2**30
 """Of a trace of torch's profiler, uncompressed: it has every operator and kernel of a rank."""
+EVENT_CHARACTERS = 2**22
+"""Of a value in it: an event, or a list that describes the devices."""
 YAML_CHARACTERS = 2**20
 """Of a YAML file, beside the blocks of text in it, such as a plan's profile: comments and quotes are slow to read."""
 YAML_LINES_BESIDE = 2**16

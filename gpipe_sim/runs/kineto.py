@@ -22,16 +22,13 @@ out; elsewhere it is that of its operators, c10d's left out. The loss belongs to
 what torch calls Optimizer.step.
 """
 
-import gzip
 import itertools
-import json
 import math
 import re
-import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -39,7 +36,9 @@ import numpy as np
 
 from gpipe_sim.base import limits
 from gpipe_sim.base.arrays import Array
+from gpipe_sim.base.events import read_trace
 from gpipe_sim.base.files import InputError, Problem
+from gpipe_sim.base.limits import shown
 from gpipe_sim.plan.actions import Action, Letter
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.plan.program import program_of, rank_actions
@@ -94,13 +93,15 @@ class _Trace:
     host: str
     base_ns: int
     """When its seconds begin."""
-    has_device: bool = False
-    annotations: list[_Span] = field(default_factory=list)
-    chunks: list[_Span] = field(default_factory=list)
+    has_device: bool
+    annotations: list[_Span]
+    """What torch calls what its stages do."""
+    updates: list[_Span]
+    chunks: list[_Span]
     """Calls of a stage's forward and backward."""
-    work: list[_Work] = field(default_factory=list)
-    messages: list[_Work] = field(default_factory=list)
-    autograd: list[float] = field(default_factory=list)
+    work: list[_Work]
+    messages: list[_Work]
+    autograd: list[float]
     """When functions of a backward began, on the host."""
 
 
@@ -109,7 +110,7 @@ def measure_traces(plan: Plan, folder: Path) -> Measured:
     _refuse_what_traces_do_not_tell(plan)
     if not folder.is_dir():
         raise InputError([Problem(str(folder), "", "is no folder, expected one with a trace of each rank")])
-    files = sorted(file for file in folder.iterdir() if file.name.endswith((".json", ".json.gz")))
+    files = sorted(file for file in folder.iterdir() if file.name.endswith((".json", ".json.gz")) and file.is_file())
     if len(files) != plan.num_ranks:
         expected = f"expected {plan.num_ranks}, those of the ranks of one pipeline"
         raise InputError([Problem(str(folder), "", f"has {len(files)} traces (.json or .json.gz), {expected}")])
@@ -156,48 +157,30 @@ def _refuse_what_traces_do_not_tell(plan: Plan) -> None:
 
 def _read(file: Path) -> _Trace:
     """A trace; of its events only what is needed is kept while it is read, for it may have millions."""
-    events: list[dict[str, Any]] = []
+    found = _Found()
 
-    def keep(found: dict[str, Any]) -> dict[str, Any] | None:
-        if "ph" not in found:
-            return found
-        if found.get("ph") == "X" and _is_told(str(found.get("cat")), str(found.get("name"))):
-            events.append({key: found.get(key) for key in ("cat", "name", "ts", "dur", "args")})
-        return None
+    def keep(event: dict[str, Any]) -> None:
+        category, name = str(event.get("cat")), str(event.get("name"))
+        if event.get("ph") != "X" or not _is_told(category, name):
+            return
+        try:
+            found.add(category, name, event)
+        except (TypeError, ValueError, OverflowError) as error:
+            message = "has an event whose ts or dur is no number, expected microseconds"
+            raise InputError([Problem(str(file), "traceEvents", message)]) from error
 
-    try:
-        content = json.loads(_text(file), object_hook=keep)
-    except (ValueError, RecursionError) as error:
-        where = f"{file}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
-        raise InputError([Problem(where, "", "is not JSON, expected a trace of torch's profiler")]) from error
-    if not isinstance(content, dict) or "traceEvents" not in content:
+    content = read_trace(file, keep, ("distributedInfo", "baseTimeNanoseconds", "host_name"))
+    if "traceEvents" not in content:
         raise InputError([Problem(str(file), "traceEvents", "is missing, expected a trace of torch's profiler")])
     rank = content["distributedInfo"].get("rank") if isinstance(content.get("distributedInfo"), dict) else None
-    if not isinstance(rank, int):
+    if type(rank) is not int:
         message = "is missing, expected the rank: a trace recorded after init_process_group has it"
         raise InputError([Problem(str(file), "distributedInfo.rank", message)])
     base = content.get("baseTimeNanoseconds", 0)
-    trace = _Trace(file=file, rank=rank, host=str(content.get("host_name")), base_ns=base if type(base) is int else 0)
-    try:
-        _sort(trace, events)
-    except (TypeError, ValueError, OverflowError) as error:
-        message = "has an event whose ts or dur is no number, expected microseconds"
-        raise InputError([Problem(str(file), "traceEvents", message)]) from error
-    return trace
-
-
-def _text(file: Path) -> bytes:
-    """What is in a file, if it is not too much."""
-    opened = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opened(file, "rb") as stream:
-            content: bytes = stream.read(limits.TRACE_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError([Problem(str(file), "", f"cannot be read: {error}")]) from error
-    if len(content) > limits.TRACE_BYTES:
-        message = f"is larger than {limits.TRACE_BYTES // 2**20} MiB, expected less: profile fewer steps"
-        raise InputError([Problem(str(file), "", message)])
-    return content
+    if type(base) is not int or not 0 <= base < 2**63:
+        message = f"found {shown(base)}, expected nanoseconds since 1970"
+        raise InputError([Problem(str(file), "baseTimeNanoseconds", message)])
+    return found.trace(file, rank, str(content.get("host_name")), base)
 
 
 def _is_told(category: str, name: str) -> bool:
@@ -212,47 +195,89 @@ def _is_message(span: _Span) -> bool:
     return "nccl" in span.name.lower()
 
 
-def _sort(trace: _Trace, events: Sequence[Mapping[str, Any]]) -> None:
-    """Tell a trace's events apart.
+class _Found:
+    """What is told by the events of a trace, while it is read.
 
     A device's work belongs to the moment when the host launched it; compute is what the busiest stream does.
     """
-    trace.has_device = any(event["cat"] == "kernel" for event in events)
-    launches: dict[object, float] = {}
-    of_device: list[tuple[object, object, _Span]] = []
-    for event in events:
-        start = float(event["ts"]) * 1e-6
-        span = _Span(start, start + float(event["dur"] or 0) * 1e-6, str(event["name"]))
+
+    def __init__(self) -> None:
+        self.has_device = False
+        self.annotations: list[_Span] = []
+        self.updates: list[_Span] = []
+        self.chunks: list[_Span] = []
+        self.autograd: list[float] = []
+        self.operators: list[_Work] = []
+        self.receives: list[_Work] = []
+        self.launches: dict[object, float] = {}
+        self.of_device: list[tuple[object, object, _Span]] = []
+
+    def add(self, category: str, name: str, event: Mapping[str, Any]) -> None:
+        """One more event."""
+        start = _seconds(event.get("ts"))
+        span = _Span(start, start + _seconds(event.get("dur") or 0), name)
         if not math.isfinite(span.end) or span.end < span.start:
             raise ValueError(span)
-        category, arguments = event["cat"], event["args"]
+        arguments = event.get("args")
         correlation, stream = (
             (arguments.get("correlation"), arguments.get("stream")) if isinstance(arguments, dict) else (None, None)
         )
+        self.has_device |= category == "kernel"
         if category in _LAUNCHES:
-            launches[correlation] = span.start
+            self.launches[_key(correlation)] = span.start
         elif category in _DEVICE_WORK:
-            of_device.append((correlation, stream, span))
+            self.of_device.append((_key(correlation), _key(stream), span))
         elif category == "python_function":
-            trace.chunks.append(span)
+            self.chunks.append(span)
         elif category == "cpu_op":
-            if span.name.startswith(_AUTOGRAD):
-                trace.autograd.append(span.start)
-            if not trace.has_device and not span.name.startswith(("c10d::", "record_param_comms")):
-                trace.work.append(_Work(span.start, span.start, span.end))
-        elif span.name == "gloo:recv" and not trace.has_device:
-            trace.messages.append(_Work(span.start, span.start, span.end))
-        else:
-            trace.annotations.append(span)
-    busy: Counter[object] = Counter()
-    for _, stream, span in of_device:
-        busy[stream] += 0.0 if _is_message(span) else span.end - span.start  # type: ignore[assignment]  # counts seconds
-    for correlation, stream, span in of_device:
-        if correlation in launches and (_is_message(span) or busy[stream] == max(busy.values())):
-            to = trace.messages if _is_message(span) else trace.work
-            to.append(_Work(launches[correlation], span.start, span.end))
-    for found in (trace.annotations, trace.chunks, trace.work, trace.messages, trace.autograd):
-        cast(list[Any], found).sort()
+            if name.startswith(_AUTOGRAD):
+                self.autograd.append(span.start)
+            if not name.startswith(("c10d::", "record_param_comms")):
+                self.operators.append(_Work(span.start, span.start, span.end))
+        elif name == "gloo:recv":
+            self.receives.append(_Work(span.start, span.start, span.end))
+        elif name.startswith(_UPDATE):
+            self.updates.append(span)
+        elif _RUNTIME.fullmatch(name) or _SINGLE.fullmatch(name):
+            self.annotations.append(span)
+
+    def trace(self, file: Path, rank: int, host: str, base_ns: int) -> _Trace:
+        """All of it, everything in the order of its launch."""
+        work, messages = ([], []) if self.has_device else (self.operators, self.receives)
+        busy: Counter[object] = Counter()
+        for _, stream, span in self.of_device:
+            busy[stream] += 0.0 if _is_message(span) else span.end - span.start  # type: ignore[assignment]  # seconds
+        most = max(busy.values(), default=0)
+        for correlation, stream, span in self.of_device:
+            if correlation in self.launches and (_is_message(span) or busy[stream] == most):
+                to = messages if _is_message(span) else work
+                to.append(_Work(self.launches[correlation], span.start, span.end))
+        for found in (self.annotations, self.updates, self.chunks, work, messages, self.autograd):
+            cast(list[Any], found).sort()
+        return _Trace(
+            file=file,
+            rank=rank,
+            host=host,
+            base_ns=base_ns,
+            has_device=self.has_device,
+            annotations=self.annotations,
+            updates=self.updates,
+            chunks=self.chunks,
+            work=work,
+            messages=messages,
+            autograd=self.autograd,
+        )
+
+
+def _seconds(microseconds: object) -> float:
+    if isinstance(microseconds, bool) or not isinstance(microseconds, int | float):
+        raise TypeError(microseconds)
+    return microseconds * 1e-6
+
+
+def _key(value: object) -> object:
+    """A number of the trace's, or nothing."""
+    return value if type(value) in (int, str) else None
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------------
@@ -285,11 +310,14 @@ def _steps_of(plan: Plan, trace: _Trace, actions: Sequence[Action], takers: Cont
     if not found or len(found) % len(expected):
         message = f"has {len(found)} actions, expected a multiple of {len(expected)}: whole steps"
         raise InputError([Problem(str(trace.file), "traceEvents", message)])
+    if len(found) > limits.STEPS * len(expected):
+        message = f"has {len(found) // len(expected)} steps, expected at most {limits.STEPS}: profile fewer"
+        raise InputError([Problem(str(trace.file), "traceEvents", message)])
     lasts = [position for position, _ in found[len(expected) - 1 :: len(expected)]]
     starts = [*(ranges[position].start for position, _ in found[len(expected) :: len(expected)]), math.inf]
     for before, last, until in zip([-1, *lasts], lasts, starts, strict=False):
-        updates = [span for span in trace.annotations if ranges[last].end <= span.start < until]
-        updates = [span for span in updates if span.name.startswith(_UPDATE)]
+        first, end = (bisect_left(trace.updates, (at,)) for at in (ranges[last].end, until))
+        updates = trace.updates[first:end]
         since = ranges[before].end if before >= 0 else -math.inf
         yield _rows(trace, ranges[before + 1 : last + 1], since, updates, takers)
 
@@ -309,10 +337,11 @@ def _ranges(trace: _Trace, expected: Sequence[Action], num_stages: int) -> list[
         letters: dict[bool, Letter] = {True: "F", False: "B"}
         (stage,) = stages
         counts: Counter[Letter] = Counter()
+        order = {kind: [action.microbatch for action in expected if action.kind == kind] for kind in letters.values()}
         ranges = []
         for span in trace.chunks:
             kind = letters[span.name.endswith("forward_one_chunk")]
-            microbatches = [action.microbatch for action in expected if action.kind == kind]
+            microbatches = order[kind]
             microbatch = microbatches[counts[kind] % len(microbatches)] if microbatches else counts[kind]
             ranges.append(_Range(span.start, span.end, (Action(kind, stage, microbatch),)))
             counts[kind] += 1

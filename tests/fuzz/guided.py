@@ -68,7 +68,9 @@ DICTIONARY = (
 def main() -> None:
     """Parse our options and hand over to libFuzzer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reader", choices=["scenario", "plan", "profile", "pipedream", "run"], help="what to fuzz")
+    parser.add_argument(
+        "reader", choices=["scenario", "plan", "profile", "pipedream", "run", "trace"], help="what to fuzz"
+    )
     parser.add_argument("--seconds", type=int, default=60, help="how long (60)")
     parser.add_argument("--seed", type=int, default=1, help="of the fuzzer's luck (1)")
     arguments = parser.parse_args()

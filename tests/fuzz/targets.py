@@ -19,6 +19,7 @@ from gpipe_sim.make.planfile import load_plan, plan_text
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.runs.compare import compare_run
 from gpipe_sim.runs.directory import Measured, parse_measured, save_measured
+from gpipe_sim.runs.kineto import measure_traces
 from gpipe_sim.scenario.reading import parse_scenario
 from gpipe_sim.show.terminal import comparison_table, plan_details, results_table
 from gpipe_sim.step.simulate import simulate
@@ -75,6 +76,24 @@ node4 -- Linear(8, 8) -- forward_compute_time=0.5, backward_compute_time=1.0, ac
 \tnode1 -- node4
 """
 
+_EVENT = '{"ph": "X", "cat": "%s", "name": "%s", "pid": 1, "tid": 1, "ts": %d.5, "dur": %d, "args": {"stream": 7%s}}'
+TRACE = (
+    '{"schemaVersion": 1, "distributedInfo": {"rank": 0}, "host_name": "one", "baseTimeNanoseconds": 5,\n'
+    '"traceEvents": ['
+    + ",\n".join(
+        _EVENT % (category, name, 100 * at + late, length, more)
+        for at, action in enumerate(("PP:0F0", "PP:0F1", "PP:0B0", "PP:0B1", "Optimizer.step#SGD.step"))
+        for category, name, late, length, more in (
+            ("user_annotation", action, 0, 90, ""),
+            ("cpu_op", "aten::addmm", 10, 20, ""),
+            ("cuda_runtime", "cudaLaunchKernel", 30, 1, f', "correlation": {at}'),
+            ("kernel", "gemm", 40, 30, f', "correlation": {at}'),
+        )
+    )
+    + "]}"
+).encode()
+"""Of a rank by itself, on a GPU."""
+
 _MOST_WORK = 200
 """Actions of plans that are not only read but also predicted: fuzzing looks for breadth."""
 
@@ -83,6 +102,13 @@ def small_plan(folder: Path) -> Plan:
     """The plan whose run is read."""
     path = folder / "seed.yaml"
     path.write_bytes(TRANSFORMER)
+    return make_plan(parse_scenario(read_yaml(path))[0])
+
+
+def plan_of_trace(folder: Path) -> Plan:
+    """The plan whose trace is read: the same on one rank."""
+    path = folder / "alone.yaml"
+    path.write_bytes(TRANSFORMER.replace(b"stages: 2", b"stages: 1, backward: fifo, checkpoint: never"))
     return make_plan(parse_scenario(read_yaml(path))[0])
 
 
@@ -97,6 +123,7 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
         "profile": [plan.profile.to_json().encode()],
         "pipedream": [GRAPH],
         "run": [measured.read_bytes()],
+        "trace": [TRACE, TRACE.replace(b"kernel", b"other")],
     }
 
 
@@ -131,11 +158,18 @@ def _profile(path: Path) -> None:
 def make_targets(folder: Path) -> dict[str, Callable[[bytes], bool]]:
     """Name -> a function that reads bytes as a file of that kind; whether they were accepted."""
     plan, number = small_plan(folder), itertools.count()
+    alone, traces = plan_of_trace(folder), folder / "traces"
+    traces.mkdir(exist_ok=True)
 
     def run(path: Path) -> None:
         comparison = compare_run(plan, parse_measured(read_json(path), plan))
         json.dumps(comparison.to_dict(), allow_nan=False)
         Console(file=io.StringIO(), width=80).print(comparison_table(comparison))
+
+    def trace(path: Path) -> None:
+        (traces / "rank0.json").write_bytes(path.read_bytes())
+        compared = compare_run(alone, measure_traces(alone, traces))
+        json.dumps(compared.to_dict(), allow_nan=False)
 
     readers: dict[str, Callable[[Path], object]] = {
         "scenario": _scenario,
@@ -143,6 +177,7 @@ def make_targets(folder: Path) -> dict[str, Callable[[bytes], bool]]:
         "profile": _profile,
         "pipedream": lambda path: import_pipedream(path, 4).to_json(),
         "run": run,
+        "trace": trace,
     }
 
     def target(read: Callable[[Path], object]) -> Callable[[bytes], bool]:
