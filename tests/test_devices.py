@@ -3,13 +3,12 @@
 import gc
 
 import pytest
-from plans import layers, plan
 
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 
-from torch import nn  # noqa: E402
+from processes import run_ranks  # noqa: E402
 
-from gpipe_exec import Pipeline  # noqa: E402
+from gpipe_exec.devices import accelerator  # noqa: E402
 from gpipe_exec.devices.accelerator import available_kind, backend_for, default_device  # noqa: E402
 from gpipe_exec.devices.allocator import trace_bytes  # noqa: E402
 from gpipe_exec.devices.recorder import Recorder  # noqa: E402
@@ -108,24 +107,28 @@ def test_off_a_recorder_asks_nothing_of_the_device():
     assert recorder.steps == []
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_no_tensor_of_a_step_is_on_another_device(schedule):
-    """On the meta device, whose tensors meet no others.
-
-    torch's FakeTensorMode has tensors that say that they are a GPU's, but torch 2.13 without CUDA ends the process as
-    soon as one of them that requires gradients is computed with (its graph asks for CUDA's device guard), and cannot
-    initialise weights there: it does forwards without gradients only, and nothing of a training step.
-    """
-    costs = layers([1.0] * 4, [2.0] * 4, weights=[1.0] * 4)
-    planned = plan(costs, 3, batch=7, schedule=schedule, stages=1)
-    blocks = [nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)]
-    pipe = Pipeline(nn.Sequential(*blocks, nn.LayerNorm(6)), planned, nn.functional.mse_loss, device="meta")
-    assert pipe.step(torch.zeros(7, 6), torch.zeros(7, 6)).device.type == "meta"
-    assert {p.grad.device.type for p in pipe.parameters()} == {"meta"}
-    assert pipe.evaluate(torch.zeros(7, 6), torch.zeros(7, 6)).device.type == "meta"
+def test_no_tensor_of_a_step_is_on_another_device():
+    """Of every schedule and checkpoint mode, and of mixed precision, on a device whose tensors meet no others; inputs
+    come to it from pinned memory."""
+    assert "28 steps stay on their device" in run_ranks(1, "fake_tensors.py")
 
 
-def test_the_device_follows_the_backend_of_the_processes():
+@pytest.mark.parametrize(
+    ("config", "kind", "in_order"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda", False),  # it cannot send what is in a GPU's memory: the device is the CPU
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cuda:nccl", "cuda", True),
+        ("cpu:gloo,xpu:xccl", "xpu", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cuda:nccl", "cpu", False),
+    ],
+)
+def test_the_device_follows_the_backend_of_the_processes(config, kind, in_order):
+    assert accelerator.goes_in_order(kind, config) is in_order
+
+
+def test_a_group_on_a_device_has_a_backend_for_host_memory_too():
     if available_kind() == "cpu":
         assert default_device() == torch.device("cpu")
     assert backend_for(torch.device("cpu")) == "gloo"

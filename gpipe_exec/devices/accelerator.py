@@ -173,21 +173,24 @@ def default_device() -> torch.device:
     Without a group it is this process's accelerator if there is one, otherwise the CPU.
     """
     kind = available_kind()
-    return local_device(kind if not dist.is_initialized() or _has_own_backend(kind) else "cpu")
+    return local_device(kind if not dist.is_initialized() or goes_in_order(kind, dist.get_backend_config()) else "cpu")
 
 
-def _has_own_backend(kind: str) -> bool:
-    return backends_of_world().get(kind, "gloo") not in _TAGS
+def backends_of(config: str) -> dict[str, str]:
+    """Kind of device -> the backend by which messages in its memory go, of what torch says of a group."""
+    return dict(part.split(":") for part in config.split(","))
 
 
-_TAGS = ("gloo", "mpi")
-"""The backends that tell messages apart by tags. gloo says that it is for every device, but takes messages from host
-memory only."""
+def goes_in_order(kind: str, config: str) -> bool:
+    """Whether a group has a backend without tags for messages in the memory of this kind of device.
 
+    Of all backends only gloo and MPI have tags; gloo says that it is for every device, but takes messages from host
+    memory only.
 
-def backends_of_world() -> dict[str, str]:
-    """Kind of device -> the backend that the world's messages in its memory go by."""
-    return dict(part.split(":") for part in dist.get_backend_config().split(","))
+    >>> goes_in_order("cuda", "cpu:gloo,cuda:nccl"), goes_in_order("cuda", "cpu:gloo,cuda:gloo")
+    (True, False)
+    """
+    return backends_of(config).get(kind, "gloo") not in ("gloo", "mpi")
 
 
 def backend_for(device: torch.device) -> str:
@@ -200,7 +203,7 @@ def backend_for(device: torch.device) -> str:
 def runs_in_order(device: torch.device) -> bool:
     """Whether messages in this device's memory have no tags, and a communicator's operations run in the order in which
     they are begun."""
-    return dist.is_initialized() and backends_of_world().get(device.type, "") not in _TAGS
+    return dist.is_initialized() and goes_in_order(device.type, dist.get_backend_config())
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

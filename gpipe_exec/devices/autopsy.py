@@ -39,7 +39,7 @@ machine, and must see the other end first. Whoever has seen it ends this one at 
 _ENGINE = Path(__file__).parents[1] / "engine"
 _MESSAGES = _ENGINE / "messages.py"
 _COMMUNICATION = {_ENGINE, *(Path(str(module.__file__)).parent for module in (dist, torch.accelerator))}
-"""Where code stands that waits for another rank, or for its device, whose streams wait for another's; a model's own
+"""Where code stands that waits for another rank, or for its device, whose streams wait for other ranks'; a model's own
 code may be called from there, but is not in there."""
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gpipe_exec.devices.accelerator import backend_for, backends_of_world, runs_in_order
+from gpipe_exec.devices.accelerator import backend_for, backends_of, runs_in_order
 
 
 def start_processes(device: torch.device, timeout: timedelta) -> None:
@@ -33,7 +33,7 @@ def make_communicators(count: int, device: torch.device) -> Sequence[dist.Proces
     """
     if not runs_in_order(device):
         return [None] * count
-    backend = backends_of_world()[device.type]
+    backend = backends_of(dist.get_backend_config())[device.type]
     return [make_group(None, device, backend) for _ in range(count)]
 
 
@@ -77,7 +77,7 @@ def make_group(
 
 def _has_host_messages() -> bool:
     """Whether the world's groups take messages in host memory, whose host waits for nothing but their arrival."""
-    return backends_of_world().get("cpu") in ("gloo", "mpi")
+    return backends_of(dist.get_backend_config()).get("cpu") in ("gloo", "mpi")
 
 
 def _patience(device: torch.device) -> timedelta | None:

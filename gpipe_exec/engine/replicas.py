@@ -70,10 +70,11 @@ class Replicas:
 
     def shares(self, samples: int) -> list[int]:
         """Of all replicas, in samples. Ranks of the same stage ask each other at the same time."""
+        if self._alike_on_host is None:
+            return [samples]
         found = torch.zeros(self.num, dtype=torch.int64)
         found[self.replica] = samples
-        if self._alike_on_host is not None:
-            dist.all_reduce(found, group=self._alike_on_host)
+        dist.all_reduce(found, group=self._alike_on_host)
         return [int(share) for share in found.tolist()]
 
     def close(self) -> None:
@@ -88,9 +89,10 @@ class Replicas:
 
     def highest(self, value: float) -> float:
         """Of all replicas."""
+        if self._alike_on_host is None:
+            return value
         found = torch.tensor([value], dtype=torch.double)
-        if self._alike_on_host is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._alike_on_host)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._alike_on_host)
         return float(found)
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
