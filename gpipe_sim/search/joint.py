@@ -173,7 +173,8 @@ class JointSearch:
             if not few and (self._promise(some[0]) > _SEEMS_SLOWER * self.best or self.work > _WORK):
                 break
             for one in some:
-                self._judge(one.choice.frame, [self.plan(one.choice)], best_s)
+                exactly = few and self.work < _WORK
+                self._judge(one.choice.frame, [self.plan(one.choice)], best_s, exactly=exactly)
 
     def _evaluate_neighbours(self, estimates: list[Estimate]) -> None:
         """What one would try first: copies of the whole model, and one tensor group, the best of each by estimate."""
@@ -203,8 +204,10 @@ class JointSearch:
             fastest = min(fitting, key=lambda one: one.step_time_s)
             Improver(space, self.judges[frame], self.limit).improve(fastest, _IMPROVE_WORK)
 
-    def _judge(self, frame: Frame, plans: list[Plan], best_s: float) -> None:
-        self.judges.setdefault(frame, Judge()).judge(plans, best_s, _SIMULATED if best_s < np.inf else np.inf)
+    def _judge(self, frame: Frame, plans: list[Plan], best_s: float, *, exactly: bool = False) -> None:
+        """Evaluate; of plans that must be simulated those that may be the best or, unless `exactly`, seem to be."""
+        work = np.inf if exactly or best_s == np.inf else _SIMULATED
+        self.judges.setdefault(frame, Judge()).judge(plans, best_s, work)
 
     # --- choices -----------------------------------------------------------------------------------------------------
 
