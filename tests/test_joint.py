@@ -159,6 +159,23 @@ def test_the_order_of_dimensions_is_chosen_too():
     assert messages.plan.mesh.messages_inside
 
 
+def test_a_tensor_group_may_span_nodes_where_the_network_is_as_fast_as_links():
+    cluster = SMALL["cluster"] | {"nodes": 4, "devices_per_node": 2, "link": "pcie4", "network": "400gbit", "nics": 2}
+    model = SMALL["model"] | {"layers": 4, "hidden": 4096, "heads": 32, "sequence": 512, "attention": "classic"}
+    lists = {"microbatches": 1, "schedule": "1f1b", "checkpoint": "never"}
+    best = advise(space(cluster=cluster, model=model, batch=8, plan=lists)).recommended.plan
+    assert (best.tensor, best.tensors_per_node) == (4, 2)
+
+
+def test_the_order_matters_in_one_node_with_a_straggler():
+    """Beside another copy of its rank, the straggler slows one stage, which the cut makes smaller; as one rank of
+    each of two, it does not."""
+    cluster = {"device": "a100-80gb", "devices_per_node": 4, "link": "nvlink3", "slowdown": {1: 1.5}}
+    lists = {"replicas": 2, "microbatches": 16, "schedule": "1f1b", "checkpoint": "always", "recompute_unit": "stage"}
+    found = advise(space(cluster=cluster, plan=lists))
+    assert {c.plan.dimensions for c in found.candidates if c.plan.num_ranks == 2} == {SUMS_INSIDE, MESSAGES_INSIDE}
+
+
 def test_what_is_given_stays():
     plan = advise(
         space(plan={"tensor": 2, "microbatches": 4, "schedule": "1f1b", "shard": "optimizer"})

@@ -226,7 +226,7 @@ class JointSearch:
                 yield choice
 
     def _of_world(self, world: int) -> Iterator[Choice]:
-        for T in self.space.tensors or self._tensors(world):
+        for T in self.space.tensors or _divisors(world):
             for D in self.space.replicas_open or _divisors(world // T if world % T == 0 else 0):
                 K, rest = divmod(world, T * D)
                 if rest or not K or self.scenario.batch % D:
@@ -236,15 +236,12 @@ class JointSearch:
                         yield from self._of_mesh(T, D, K, order)
 
     def _orders(self, D: int, K: int) -> tuple[Dimensions, ...]:
-        """How devices are numbered matters where there are several replicas of several ranks on several nodes."""
-        if D == 1 or K == 1 or self.scenario.cluster.nodes == 1:
+        """How devices are numbered matters where there are several replicas of several ranks, on several nodes or on
+        devices that differ."""
+        cluster = self.scenario.cluster
+        if D == 1 or K == 1 or (cluster.nodes == 1 and not cluster.slowdown):
             return (SUMS_INSIDE,)
         return self.space.orders or (SUMS_INSIDE, MESSAGES_INSIDE)
-
-    def _tensors(self, world: int) -> list[int]:
-        """Within a node, and all devices: what is between pays the network and gains less."""
-        each = self.scenario.cluster.devices_per_node or world
-        return sorted({*(T for T in _divisors(each) if T <= world), world})
 
     def _cannot(self, T: int, D: int, K: int, order: Dimensions) -> bool:
         """Whether groups or replicas of that size cannot be, or not there."""
