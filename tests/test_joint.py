@@ -1,8 +1,12 @@
 """The joint search: stages, replicas, tensor groups and all that goes with them, at once."""
 
 import json
+import random
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 from commands import run
 from plans import scenario
@@ -10,6 +14,7 @@ from plans import scenario
 from gpipe_sim.base.files import Document, InputError
 from gpipe_sim.explain.predict import predict_all
 from gpipe_sim.make.making import make_plan
+from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE
 from gpipe_sim.scenario.reading import parse_scenario
 from gpipe_sim.search.advise import advise, describe, remedies, why_not_copies, why_not_one_group
 from gpipe_sim.search.choices import space_of
@@ -73,6 +78,61 @@ def test_it_is_no_worse_than_an_explicit_sweep():
     assert best.step_time_s <= min(fitting) * (1 + 1e-9)
 
 
+def random_case(luck):
+    """A cluster, a model, a batch, and lists of what is left; memory may be scarce, devices may differ."""
+    nodes, each = luck.choice([(1, 4), (2, 2), (2, 4), (3, 2), (4, 2)])
+    heads = luck.choice([8, 16])
+    model = {"kind": "transformer", "layers": luck.choice([4, 8, 13]), "hidden": heads * 64, "heads": heads}
+    model |= {"sequence": luck.choice([512, 1024]), "vocab": luck.choice([8000, 64000])}
+    cluster = {"nodes": nodes, "devices_per_node": each, "link": luck.choice(["nvlink3", "pcie4"])}
+    cluster |= {"nics": luck.choice([1, 2]), "memory_reserve": f"{80 - luck.choice([1, 2, 4, 40])} GiB"}
+    cluster |= {"network": luck.choice(["10gbit", "100gbit", "400gbit"])} if nodes > 1 else {}
+    kinds = luck.choice(["alike", "alike", "straggler", "mixed"])
+    if kinds == "mixed" and nodes > 1:
+        first = luck.randint(1, nodes - 1)
+        del cluster["nodes"]
+        devices = ((first, "a100-80gb"), (nodes - first, "h100-80gb"))
+        cluster["groups"] = [{"nodes": count, "device": device} for count, device in devices]
+    else:
+        cluster["device"] = "a100-80gb"
+        cluster |= {"slowdown": {luck.randrange(nodes * each): 1.5}} if kinds == "straggler" else {}
+    plan = {"schedule": luck.choice([["1f1b"], ["gpipe", "1f1b"], ["1f1b", "interleaved_1f1b"], ["zb_h1"]])}
+    plan |= {"microbatches": sorted(luck.sample([1, 2, 4, 6, 8], 2)), "checkpoint": ["never", "always"]}
+    plan |= {"recompute_unit": "stage" if plan["schedule"] == ["zb_h1"] else luck.choice(["stage", "layer"])}
+    return {"name": "random", "model": model, "batch": luck.choice([8, 16, 24]), "cluster": cluster, "plan": plan}
+
+
+def everything(case):
+    """Every plan of all its devices, written out: dimensions, their order, what is divided, stages on a rank."""
+    plan, cluster = case["plan"], case["cluster"]
+    nodes = cluster.get("nodes") or sum(group["nodes"] for group in cluster["groups"])
+    world = nodes * cluster["devices_per_node"]
+    for T, D, schedule in product(range(1, world + 1), range(1, world + 1), plan["schedule"]):
+        K, rest = divmod(world, T * D)
+        for v in (2, 3, 4) if schedule.startswith("interleaved") else (1,):
+            counts = [M for M in plan["microbatches"] if M <= case["batch"] // D]
+            if rest or K == 0 or (v > 1 and K == 1):
+                continue
+            fixed = {"tensor": T, "replicas": D, "stages": K * v, "stages_per_rank": v, "schedule": schedule}
+            lists = {"shard": ["none", "optimizer", "parameters"] if D > 1 else "none"}
+            lists |= {"order": [list(SUMS_INSIDE), list(MESSAGES_INSIDE)]} if 1 < D < world else {}
+            for M, order in product(counts, lists.pop("order", [list(SUMS_INSIDE)])):
+                chosen = plan | fixed | lists | {"microbatches": M, "order": order}
+                with suppress(InputError):  # what cannot be
+                    yield from map(make_plan, parse_scenario(Document("test.yaml", case | {"plan": chosen})))
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2, 4, 7, 8, 9))
+def test_it_is_never_worse_than_everything_written_out(seed):
+    case = random_case(random.Random(seed))
+    asked = space_of(list(parse_scenario(Document("test.yaml", case))))
+    assert asked.is_joint
+    best = advise(asked).recommended
+    fitting = [found.step_time_s for found in predict_all(list(everything(case))) if found.fits]
+    assert best.fits or not fitting
+    assert best.step_time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
+
+
 def test_copies_of_the_whole_model_may_have_any_schedule_that_is_asked_for():
     for asked in ("zb_h1", "interleaved_1f1b"):
         node = SMALL["cluster"] | {"nodes": 1}
@@ -97,6 +157,23 @@ def test_the_order_of_dimensions_is_chosen_too():
     assert free.step_time_s <= min(sums.step_time_s, messages.step_time_s)
     assert messages.step_time_s < sums.step_time_s
     assert messages.plan.mesh.messages_inside
+
+
+def test_a_tensor_group_may_span_nodes_where_the_network_is_as_fast_as_links():
+    cluster = SMALL["cluster"] | {"nodes": 4, "devices_per_node": 2, "link": "pcie4", "network": "400gbit", "nics": 2}
+    model = SMALL["model"] | {"layers": 4, "hidden": 4096, "heads": 32, "sequence": 512, "attention": "classic"}
+    lists = {"microbatches": 1, "schedule": "1f1b", "checkpoint": "never"}
+    best = advise(space(cluster=cluster, model=model, batch=8, plan=lists)).recommended.plan
+    assert (best.tensor, best.tensors_per_node) == (4, 2)
+
+
+def test_the_order_matters_in_one_node_with_a_straggler():
+    """Beside another copy of its rank, the straggler slows one stage, which the cut makes smaller; as one rank of
+    each of two, it does not."""
+    cluster = {"device": "a100-80gb", "devices_per_node": 4, "link": "nvlink3", "slowdown": {1: 1.5}}
+    lists = {"replicas": 2, "microbatches": 16, "schedule": "1f1b", "checkpoint": "always", "recompute_unit": "stage"}
+    found = advise(space(cluster=cluster, plan=lists))
+    assert {c.plan.dimensions for c in found.candidates if c.plan.num_ranks == 2} == {SUMS_INSIDE, MESSAGES_INSIDE}
 
 
 def test_what_is_given_stays():

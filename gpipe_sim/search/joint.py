@@ -173,7 +173,8 @@ class JointSearch:
             if not few and (self._promise(some[0]) > _SEEMS_SLOWER * self.best or self.work > _WORK):
                 break
             for one in some:
-                self._judge(one.choice.frame, [self.plan(one.choice)], best_s)
+                exactly = few and self.work < _WORK
+                self._judge(one.choice.frame, [self.plan(one.choice)], best_s, exactly=exactly)
 
     def _evaluate_neighbours(self, estimates: list[Estimate]) -> None:
         """What one would try first: copies of the whole model, and one tensor group, the best of each by estimate."""
@@ -203,8 +204,10 @@ class JointSearch:
             fastest = min(fitting, key=lambda one: one.step_time_s)
             Improver(space, self.judges[frame], self.limit).improve(fastest, _IMPROVE_WORK)
 
-    def _judge(self, frame: Frame, plans: list[Plan], best_s: float) -> None:
-        self.judges.setdefault(frame, Judge()).judge(plans, best_s, _SIMULATED if best_s < np.inf else np.inf)
+    def _judge(self, frame: Frame, plans: list[Plan], best_s: float, *, exactly: bool = False) -> None:
+        """Evaluate; of plans that must be simulated those that may be the best or, unless `exactly`, seem to be."""
+        work = np.inf if exactly or best_s == np.inf else _SIMULATED
+        self.judges.setdefault(frame, Judge()).judge(plans, best_s, work)
 
     # --- choices -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +226,7 @@ class JointSearch:
                 yield choice
 
     def _of_world(self, world: int) -> Iterator[Choice]:
-        for T in self.space.tensors or self._tensors(world):
+        for T in self.space.tensors or _divisors(world):
             for D in self.space.replicas_open or _divisors(world // T if world % T == 0 else 0):
                 K, rest = divmod(world, T * D)
                 if rest or not K or self.scenario.batch % D:
@@ -233,15 +236,12 @@ class JointSearch:
                         yield from self._of_mesh(T, D, K, order)
 
     def _orders(self, D: int, K: int) -> tuple[Dimensions, ...]:
-        """How devices are numbered matters where there are several replicas of several ranks on several nodes."""
-        if D == 1 or K == 1 or self.scenario.cluster.nodes == 1:
+        """How devices are numbered matters where there are several replicas of several ranks, on several nodes or on
+        devices that differ."""
+        cluster = self.scenario.cluster
+        if D == 1 or K == 1 or (cluster.nodes == 1 and not cluster.slowdown):
             return (SUMS_INSIDE,)
         return self.space.orders or (SUMS_INSIDE, MESSAGES_INSIDE)
-
-    def _tensors(self, world: int) -> list[int]:
-        """Within a node, and all devices: what is between pays the network and gains less."""
-        each = self.scenario.cluster.devices_per_node or world
-        return sorted({*(T for T in _divisors(each) if T <= world), world})
 
     def _cannot(self, T: int, D: int, K: int, order: Dimensions) -> bool:
         """Whether groups or replicas of that size cannot be, or not there."""
