@@ -108,7 +108,8 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
     link = extras["link"] and Link(
         name="measured", bandwidth=extras["link"]["bandwidth"], latency=extras["link"]["latency"]
     )
-    columns = (*COLUMNS, *SPLIT_COLUMNS)
+    columns = (*COLUMNS, *SPLIT_COLUMNS, "freed_bytes")
+    ends = sorted({(made, used) for entry in by_size for made, used, _ in entry["skips"]})
     return Profile(
         source="measured",
         device=device,
@@ -125,4 +126,10 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
         spread=np.array([entry["spread"] for entry in by_size], dtype=float).T,
         environment={name: str(value) for name, value in extras["environment"].items()},
         precision=scenario.precision if scenario.dtype in ("bf16", "fp16") else None,
+        skips=tuple((*pair, tuple(_skipping(entry["skips"], pair) for entry in by_size)) for pair in ends),
     )
+
+
+def _skipping(skips: Sequence[Sequence[float]], ends: tuple[int, int]) -> float:
+    """Bytes that are handed on from one layer to another."""
+    return float(sum(amount for made, used, amount in skips if (made, used) == ends))
