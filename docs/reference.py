@@ -99,6 +99,7 @@ _SECTIONS = {
     "_StageEntry": "stage",
     "_LayerEntry": "layer",
     "_LinkEntry": "link",
+    "_SkipEntry": "skip",
     "_RankEntry": "rank",
     "_CurveEntry": "curve",
     "LayerSpec": "layer",
@@ -317,6 +318,7 @@ def profile_page() -> str:
         fields_table(spec["_ProfileFile"], "top level"),
         fields_table(spec["_LayerEntry"], "layer"),
         fields_table(spec["_LinkEntry"], "link"),
+        fields_table(spec["_SkipEntry"], "skip"),
     )
 
 

@@ -152,6 +152,21 @@ def random_plans(
     return replace(made, profile=replace(made.profile, **overheads, optimizer_s=optimizer_s, table=table))
 
 
+@st.composite
+def handing_on(draw: st.DrawFn, made: Plan) -> Plan:
+    """The same plan, some of whose layers' outputs are tensors that go on to later layers than the next."""
+    profile, L = made.profile, made.profile.num_layers
+    left, skips = profile.table["output_bytes"].copy(), []
+    for first in range(L - 2):
+        if draw(st.booleans()):
+            last = draw(st.integers(first + 2, L - 1))
+            amounts = left[first:last].min(axis=0) * draw(st.sampled_from([0.0, 0.3, 1.0]))
+            left[first:last] -= amounts
+            skips.append((first, last, tuple(amounts.tolist())))
+    freed = profile.table["output_bytes"] * draw(st.sampled_from([0.0, 0.5]))
+    return replace(made, profile=replace(profile, skips=tuple(skips), table=profile.table | {"freed_bytes": freed}))
+
+
 def random_order(positions: Sequence[int], num_microbatches: int, random: Random) -> Order:
     """An order that can finish, drawn at random: actions as they become possible, backwards whole or split."""
     S, M = len(positions), num_microbatches

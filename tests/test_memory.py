@@ -1,5 +1,6 @@
 """Memory over time: every byte has a beginning and an end, and the peaks grow as the papers say."""
 
+from collections.abc import Container
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import ONE_STAGE, equal_stages, layers, plan, random_plans, scenario
+from plans import ONE_STAGE, equal_stages, handing_on, layers, plan, random_plans, scenario
 
 from gpipe_sim.make.making import make_plan
 from gpipe_sim.plan.plan import Plan
@@ -44,39 +45,56 @@ def test_peak_is_the_sum_of_its_parts_and_activations_are_what_is_not_the_model(
 
 
 def replay(plan: Plan, stage: int, size: int) -> dict[str, float]:
-    """The highest points of a stage's passes, by allocating and freeing layer by layer."""
+    """The highest points of a stage's passes, by allocating and freeing tensor by tensor, layer by layer."""
     costs, weights = plan.profile.at(size), plan.profile.parameter_bytes
+    freed = costs.freed_bytes if costs.freed_bytes is not None else np.zeros(len(weights))
     layers = list(range(len(weights)))[plan.stages[stage]]
     is_last = stage == plan.num_stages - 1
-    boundary = costs.output_bytes[layers[0] - 1] if stage > 0 else 0.0
     saved = sum(costs.saved_bytes[layer] for layer in layers)
 
-    held, forward, no_grad, previous = 0.0, 0.0, 0.0, 0.0
+    def after(layer: int) -> dict[object, float]:
+        """The tensors between a layer and the next."""
+        skips = {skip: skip.bytes for skip in costs.skips if skip.made <= layer < skip.used}
+        if layer < 0:
+            return skips if stage > 0 else {}  # the model's own inputs are held for the whole step
+        return skips | {layer: costs.output_bytes[layer] - sum(skips.values())}
+
+    def sum_of(tensors: dict[object, float], but: Container[object]) -> float:
+        return sum(amount for tensor, amount in tensors.items() if tensor not in but)
+
+    came, goes = after(layers[0] - 1), after(layers[-1]) if not is_last else {}
+    inputs = came | {skip: skip.bytes for skip in costs.skips if skip.made < layers[0] <= skip.used}
+    held, forward, no_grad = 0.0, 0.0, 0.0
     for layer in layers:
         held += costs.saved_bytes[layer]
         forward = max(forward, held + costs.workspace_forward_bytes[layer])
-        no_grad = max(no_grad, previous + costs.workspace_no_grad_bytes[layer] + costs.output_bytes[layer])
-        previous = costs.output_bytes[layer]
+        alive = sum_of((after(layer - 1) if layer > 0 else {}) | after(layer), but=inputs)
+        no_grad = max(no_grad, alive + costs.workspace_no_grad_bytes[layer])
     peaks = {"first": 0.0, "later": 0.0}
     made = 0.0
-    entering = costs.output_bytes[layers[-1]] if is_last else 0.0
+    copied = sum(skip.bytes for skip in costs.skips if skip.made < layers[0] and skip.used > layers[-1])
     for layer in reversed(layers):
-        leaving = boundary if layer == layers[0] else costs.output_bytes[layer - 1]
+        # Gradients of what later stages use have been received.
+        entering = sum_of(after(layer), but=goes) if layer < layers[-1] or is_last else 0.0
+        there = after(layer - 1) if layer > 0 else {}
+        handed_on = {skip for skip in costs.skips if skip.made < layer < skip.used}
+        leaving = sum_of(there, but=handed_on)
         made += weights[layer]  # fp32: a gradient is as large as its weight
-        making = max(0.0, leaving + weights[layer] + costs.workspace_backward_bytes[layer])
-        adding = max(0.0, leaving + weights[layer] + costs.workspace_accumulate_bytes[layer])
-        peaks["first"] = max(peaks["first"], held + entering + making + made - weights[layer])
-        peaks["later"] = max(peaks["later"], held + entering + adding)
+        less = freed[layer] if layer < layers[-1] else 0.0
+        making = max(0.0, leaving + weights[layer] + costs.workspace_backward_bytes[layer] - less)
+        adding = max(0.0, leaving + weights[layer] + costs.workspace_accumulate_bytes[layer] - less)
+        peaks["first"] = max(peaks["first"], held + copied + entering + making + made - weights[layer])
+        peaks["later"] = max(peaks["later"], held + copied + entering + adding)
         held -= costs.saved_bytes[layer]
-        entering = leaving
     return {
         "forward_workspace": max(0.0, forward - saved),
         "no_grad_workspace": no_grad,
         "first_backward_workspace": max(0.0, peaks["first"] - saved),
         "backward_workspace": max(0.0, peaks["later"] - saved),
         "saved": saved,
-        "input": boundary,
-        "output": 0.0 if is_last else costs.output_bytes[layers[-1]],
+        "input": sum(came.values()),
+        "output": sum(goes.values()),
+        "handed_on": sum(amount for tensor, amount in goes.items() if tensor in inputs),
     }
 
 
@@ -87,6 +105,8 @@ def test_highest_points_of_a_stage_equal_a_replay_layer_by_layer(plan, data):
     cuts = sorted(data.draw(st.permutations(range(1, num_layers)))[: K - 1])
     balance = tuple(b - a for a, b in pairwise([0, *cuts, num_layers]))
     merged = replace(plan, balance=balance, placement=tuple(range(K)), checkpoint=plan.checkpoint[:K])
+    if data.draw(st.booleans()):
+        merged = data.draw(handing_on(merged))
     for size in set(merged.sizes):
         found = stage_bytes(merged, size)
         for stage in range(K):

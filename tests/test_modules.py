@@ -14,6 +14,7 @@ from torch.nn import functional  # noqa: E402
 
 from gpipe_exec import split  # noqa: E402
 from gpipe_exec.layers import WorkloadError, load_workload  # noqa: E402
+from gpipe_exec.measure.timing import skips_of  # noqa: E402
 from gpipe_exec.modules.splitting import SplitError  # noqa: E402
 
 TESTS = Path(__file__).parent
@@ -25,6 +26,10 @@ def test_stages_of_a_module_have_the_losses_gradients_and_names_of_the_whole(num
     assert printed.split("\n")[0] == "modules are exact"
 
 
+def test_ranks_hold_what_was_predicted_within_2_percent_also_where_tensors_are_handed_on():
+    assert "memory is as predicted" in run_ranks(2, "memory.py")
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_layers_are_found_and_hold_the_state_under_its_own_names(name):
     module = made(name)
@@ -34,6 +39,21 @@ def test_layers_are_found_and_hold_the_state_under_its_own_names(name):
     state = module.state_dict(keep_vars=True)
     assert held.keys() == state.keys()
     assert all(held[key] is state[key] for key in state)
+
+
+def test_what_layers_hand_on_to_later_ones_is_found():
+    layers = split(UNet(), images(2)[0].float())
+    widths, side = (4, 6), 8
+    skips = [(level, 5 - level, 4 * 2 * width * (side >> level) ** 2) for level, width in enumerate(widths)]
+    assert skips_of(layers, images(2)[0].float()) == skips
+
+    class Masked(nn.Module):
+        def forward(self, value):
+            x, mask = value
+            return x * mask, mask
+
+    x = torch.ones(3, 4)
+    assert skips_of(nn.Sequential(Masked(), Masked(), Masked()), (x, x.clone())) == [(-1, 2, 48)]
 
 
 def test_modes_reach_the_submodules_that_were_not_entered():

@@ -346,6 +346,7 @@ def profiles(draw):
         hop_overhead_s=draw(amounts),
         link=draw(st.none() | links),
         environment=draw(st.dictionaries(printable, printable, max_size=3)),
+        skips=draw(st.sampled_from([(), ((-1, num_layers - 1, (0.0,) * len(sizes)),) * (num_layers > 1)])),
     )
 
 
@@ -407,6 +408,30 @@ def test_a_mistake_in_a_profile_is_told_at_its_line(tmp_path, key, value, words)
     (told,) = problems(path)
     assert (told.where, told.field) == (f"{path}:{line_of(json.dumps(key), path)}", key)
     assert words in told.message
+
+
+@pytest.mark.parametrize(
+    ("skip", "field", "words"),
+    [
+        ({"made": 0, "used": 1, "bytes": [1, 2]}, "skips.0.used", "found 1, expected a layer from 2 to 2"),
+        ({"made": 0, "used": 3, "bytes": [1, 2]}, "skips.0.used", "found 3, expected a layer from 2 to 2"),
+        ({"made": 0, "used": 2, "bytes": [1]}, "skips.0.bytes", "expected 2 values"),
+        ({"made": 0, "used": 2, "bytes": [1, 5]}, "layers.1.output_bytes", "less than the 5.0 bytes of skips"),
+    ],
+)
+def test_a_skip_that_cannot_be_is_refused(tmp_path, skip, field, words):
+    path = tmp_path / "p.json"
+    document = json.loads(profile_of([2, 4], [[1, 6], [3, 4], [1, 2]]).to_json())
+    path.write_text(json.dumps(document | {"skips": [skip]}))
+    (told,) = problems(path)
+    assert told.field == field
+    assert words in told.message
+
+
+def test_what_is_handed_on_grows_with_the_microbatch_like_any_other_bytes():
+    profile = profile_of([2, 4], [[9, 9], [9, 9], [9, 9]], skips=((0, 2, (3.0, 7.0)),))
+    assert profile.at(3).skips[0].bytes == 5.0
+    assert profile.at(3).handed_on_bytes.tolist() == [0, 5, 0]
 
 
 def test_a_misspelt_key_of_a_profile_is_told_with_the_key_that_was_meant(tmp_path):

@@ -68,6 +68,7 @@ def what_is_left_out(plan: Plan, links: str = "plan") -> list[str]:
         "shared network cards: every link has its own": links == "plan" and shares_nics,
         "shared cores: every rank has its own": bool(plan.crowded_nodes),
         "jitter": cluster.jitter is not None,
+        "skips: what a layer hands on to a later one is a copy": bool(plan.profile.skips),
     }
     return [what for what, there in left_out.items() if there]
 
@@ -77,7 +78,9 @@ def with_engine_overhead(plan: Plan, action_s: float, hop_s: float, stretch: flo
 
     It is not stretched, so that of the plan's own seconds it takes fewer.
     """
+    table = {name: values for name, values in plan.profile.table.items() if name != "freed_bytes"}
     profile = replace(plan.profile, action_overhead_s=action_s / stretch, hop_overhead_s=hop_s / stretch)
+    profile = replace(profile, skips=(), table=table)  # what is rehearsed holds the whole of them
     return replace(plan, profile=profile)
 
 

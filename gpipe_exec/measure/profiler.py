@@ -109,7 +109,8 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
         name="measured", bandwidth=extras["link"]["bandwidth"], latency=extras["link"]["latency"]
     )
     attention = ATTENTION_COLUMNS if ATTENTION_COLUMNS[0] in by_size[0] else ()
-    columns = (*COLUMNS, *SPLIT_COLUMNS, *attention)
+    columns = (*COLUMNS, *SPLIT_COLUMNS, *attention, "freed_bytes")
+    ends = sorted({(made, used) for entry in by_size for made, used, _ in entry["skips"]})
     return Profile(
         source="measured",
         device=device,
@@ -126,4 +127,10 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
         spread=np.array([entry["spread"] for entry in by_size], dtype=float).T,
         environment={name: str(value) for name, value in extras["environment"].items()},
         precision=scenario.precision if scenario.dtype in ("bf16", "fp16") else None,
+        skips=tuple((*pair, tuple(_skipping(entry["skips"], pair) for entry in by_size)) for pair in ends),
     )
+
+
+def _skipping(skips: Sequence[Sequence[float]], ends: tuple[int, int]) -> float:
+    """Bytes that are handed on from one layer to another."""
+    return float(sum(amount for made, used, amount in skips if (made, used) == ends))

@@ -270,19 +270,37 @@ def forms_before(layers: nn.Sequential, inputs: Value, lowered: torch.dtype | No
     Nothing but shapes passes the layers, which need not be there; where a model cannot tell its shapes without values,
     values do. In mixed precision weights are `lowered`.
     """
-    value, on_meta = on_device(inputs, torch.device("meta")), True
-    found = [inputs]
-    for index, layer in enumerate(list(layers)[:-1]):
-        try:
-            value = form_after(layer, value, lowered) if on_meta else _where_it_is(layer, value)
-        except (RuntimeError, NotImplementedError, TypeError):
-            if not on_meta:
-                raise
-            value, on_meta = inputs, False
-            for before in list(layers)[: index + 1]:
-                value = _where_it_is(before, value)
-        found.append(value)
+    return [inputs, *_passing(layers, inputs, lowered)[1:]]
+
+
+def _passing(layers: nn.Sequential, inputs: Value, lowered: torch.dtype | None) -> list[Value]:
+    """The same, with inputs of the same kind: what layers hand on is the same tensor in all of them."""
+    found = [on_device(inputs, torch.device("meta"))]
+    try:
+        for layer in list(layers)[:-1]:
+            found.append(form_after(layer, found[-1], lowered))
+    except (RuntimeError, NotImplementedError, TypeError):
+        found = [inputs]
+        for layer in list(layers)[:-1]:
+            found.append(_where_it_is(layer, found[-1]))
     return found
+
+
+def skips_of(layers: nn.Sequential, inputs: Value, lowered: torch.dtype | None = None) -> list[tuple[int, int, int]]:
+    """What layers hand on to later ones: made, used and bytes, as `Skip` has them."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    values = _passing(layers, inputs, lowered)
+    for layer, taken in enumerate(values):
+        for tensor in flatten(taken)[0]:
+            storage = tensor.untyped_storage()
+            # What has no values has no address but the storage's own, which lives as long as `values` do.
+            key = storage._cdata
+            sizes[key] = storage.nbytes()
+            first.setdefault(key, layer - 1)
+            last[key] = layer
+    return sorted((made, last[key], sizes[key]) for key, made in first.items() if last[key] > made + 1)
 
 
 def form_after(layer: nn.Module, value: Value, lowered: torch.dtype | None = None) -> Value:

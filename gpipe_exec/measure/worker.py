@@ -53,6 +53,7 @@ from gpipe_exec.measure.timing import (
     from_all_ranks,
     leaves_of,
     on_device,
+    skips_of,
 )
 from gpipe_exec.probe import measure_link
 from gpipe_sim.base.files import parse_yaml, write_text
@@ -108,7 +109,8 @@ def _measure(work: Path, alive: Callable[[], None]) -> None:
             how = _measure_one_by_one if one_by_one else _measure_size
             columns = how(workload, size, scenario.batch // size, device, clock, lowered, alive)
             if is_first:
-                write_text(path, json.dumps(columns))
+                skips = skips_of(workload.layers, workload.sample(size)[0], lowered)
+                write_text(path, json.dumps(columns | {"skips": skips}))
         largest_bytes = max(largest_bytes, *columns["output_bytes"])
     # Ranks that share a core and keep it busy would wait for each other: that is not the engine's time.
     link = measure_link(device, largest_bytes)
@@ -268,6 +270,7 @@ def memory_of_layer(
     with torch.no_grad():
         no_grad, output = peak_bytes(device, lambda: run(leaves))
     crossing = storage_bytes(flatten(output)[0])
+    handed_on = storage_bytes(_among(flatten(output)[0], given))
     del output
     saved: list[torch.Tensor] = []
 
@@ -277,9 +280,10 @@ def memory_of_layer(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward, output = peak_bytes(device, lambda: run(leaves))
-    known = {t.untyped_storage().data_ptr() for t in [*given, *layer.parameters(), *layer.buffers()]}
-    remaining = [t for t in [*saved, *flatten(output)[0]] if t.untyped_storage().data_ptr() not in known]
-    remains = storage_bytes(remaining)
+    remaining = [*saved, *flatten(output)[0]]
+    remains = storage_bytes(remaining) - storage_bytes(
+        _among(remaining, [*given, *layer.parameters(), *layer.buffers()])
+    )
     saved.clear()
     del remaining, output
     layer.zero_grad(set_to_none=True)
@@ -288,15 +292,17 @@ def memory_of_layer(
     for tensor in given:
         tensor.grad = None
     adding, output = peak_of_second(device, again, _backward)
+    freed = 0 if is_last else _freed(layer, again, given, device) - handed_on
     _, inputs, weights_adding = _split_backward(run, value, device, first=index == 0)
     layer.zero_grad(set_to_none=True)
     _, _, weights_making = _split_backward(run, value, device, first=index == 0)
     outputs = [t for t in flatten(output)[0] if t.requires_grad]
     entering, leaving = storage_bytes(outputs), storage_bytes([t for t in given if t.requires_grad])
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+    found["freed_bytes"] = max(0, freed)
     found["saved_bytes"] = remains
     found["output_bytes"] = 0 if is_last else crossing
-    found["workspace_no_grad_bytes"] = max(0, no_grad - crossing)
+    found["workspace_no_grad_bytes"] = max(0, no_grad - (crossing - handed_on))
     found["workspace_forward_bytes"] = max(0, forward - remains)
     found["workspace_backward_bytes"] = backward - entering - leaving - parameters if outputs else 0
     found["workspace_accumulate_bytes"] = adding - entering - leaving - parameters if outputs else 0
@@ -345,10 +351,50 @@ def _with_attention_recomputed(
 _SELECTIVE = ("workspace_forward_bytes", "workspace_backward_bytes", "workspace_accumulate_bytes")
 
 
+def _among(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that have the storage of another."""
+    known = {other.untyped_storage().data_ptr() for other in others}
+    return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in known]
+
+
 def _backward(output: Value) -> None:
     outputs = [t for t in flatten(output)[0] if t.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def _freed(layer: nn.Module, forward: Callable[[], Value], given: Sequence[torch.Tensor], device: torch.device) -> int:
+    """How much lower a backward's highest point is where nobody holds the output, or the gradient of it; the lesser of
+    two backwards, of which the first makes gradients of weights and the second adds to them."""
+    highest: dict[bool, list[int]] = {True: [], False: []}
+    for is_held, found in highest.items():
+        layer.zero_grad(set_to_none=True)
+        for _ in range(2):
+            state: list[Value] = []
+            for tensor in given:
+                tensor.grad = None
+
+            def begin(is_held: bool = is_held, state: list[Value] = state) -> None:
+                output = forward()
+                entered = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
+                state.append(output if is_held or not entered else _Entered.apply(*entered))  # type: ignore[no-untyped-call]
+
+            _, part = bytes_of_parts(device, [begin, lambda state=state: _backward(state[0])])  # type: ignore[misc]
+            found.append(part.highest)
+    return min(held - let_go for held, let_go in zip(highest[True], highest[False], strict=True))
+
+
+class _Entered(torch.autograd.Function):
+    """Stands for what follows a layer: holds nothing of its outputs, and makes gradients of them that nobody holds."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def _split_backward(run: Callable[..., Value], value: Value, device: torch.device, *, first: bool) -> list[Part]:

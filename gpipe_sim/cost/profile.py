@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,9 +62,24 @@ ATTENTION_COLUMNS = (
     "attention_workspace_backward_bytes",
     "attention_workspace_accumulate_bytes",
 )
-EXTRA_COLUMNS = ("tensor_s", *ATTENTION_COLUMNS)
+EXTRA_COLUMNS = ("tensor_s", *ATTENTION_COLUMNS, "freed_bytes")
 """Parts of other columns, or others in their place, that a profile may know, each by itself."""
 _ALL_COLUMNS = (*COLUMNS, *SPLIT_COLUMNS, *EXTRA_COLUMNS)
+
+
+class Skip(NamedTuple):
+    """A tensor that layers hand on to a later one: it is there once, however many of them do.
+
+    layer        a ----> a+1 ----> a+2 ----> b        made = a, used = b
+                 `=======(====)====(====)===='        it is among the outputs of a, a+1 and a+2
+    """
+
+    made: int
+    """The layer whose output it is first among; -1 for the model's own input."""
+    used: int
+    """The last layer that takes it, at least two later."""
+    bytes: float
+    """At one micro-batch size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,6 +130,18 @@ class LayerCosts:
     more as is made again."""
     attention_workspace_backward_bytes: Array | None = None
     attention_workspace_accumulate_bytes: Array | None = None
+    freed_bytes: Array | None = None
+    """Of a whole backward's highest point, what is not there where a layer is not the last of its stage: nobody holds
+    its output then, nor the gradient of it longer than needed."""
+    skips: tuple[Skip, ...] = ()
+
+    @property
+    def handed_on_bytes(self) -> Array:
+        """Of what each layer takes and puts out, that which is the same: skips of earlier layers for later ones."""
+        layer, found = np.arange(len(self.output_bytes)), np.zeros(len(self.output_bytes))
+        for skip in self.skips:
+            found += skip.bytes * ((skip.made < layer) & (layer < skip.used))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,6 +177,8 @@ class Profile:
     """That of the measured updates, where the dtype has 16 bits and it is known."""
     tensor: int = 1
     """T: the costs are those of one of so many ranks that hold each layer together."""
+    skips: tuple[tuple[int, int, tuple[float, ...]], ...] = ()
+    """What layers hand on to later ones, as `Skip` has it, with bytes for each size."""
     _known: dict[int, LayerCosts] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -182,8 +211,12 @@ class Profile:
         """Every layer's costs for a micro-batch of this many samples."""
         if size not in self._known:
             columns = {name: _interpolate(self.sizes, values, size) for name, values in self.table.items()}
-            self._known[size] = LayerCosts(**columns)
+            skips = tuple(Skip(made, used, self._skip_bytes(each, size)) for made, used, each in self.skips)
+            self._known[size] = LayerCosts(**columns, skips=skips)
         return self._known[size]
+
+    def _skip_bytes(self, each: Sequence[float], size: int) -> float:
+        return float(_interpolate(self.sizes, np.array([each], dtype=float), size)[0])
 
     def retimed(self, times: Mapping[int, Mapping[str, Sequence[float]]]) -> "Profile":
         """With other times, by size, and known at those sizes only: size -> a column each, and `spread`.
@@ -198,7 +231,10 @@ class Profile:
         table = {name: np.array([getattr(cost, name) for cost in costs]).T for name in self.table}
         timed = [name for name in self.table if all(name in columns for columns in times.values())]
         table |= {name: column(name) for name in timed}
-        return replace(self, sizes=tuple(times), table=table, spread=column("spread"))
+        skips = tuple(
+            (made, used, tuple(self._skip_bytes(each, size) for size in times)) for made, used, each in self.skips
+        )
+        return replace(self, sizes=tuple(times), table=table, skips=skips, spread=column("spread"))
 
     def to_json(self) -> str:
         """The profile file's text."""
@@ -222,6 +258,7 @@ class Profile:
             "action_overhead_s": self.action_overhead_s,
             "hop_overhead_s": self.hop_overhead_s,
             "link": link,
+            **({"skips": [dict(zip(Skip._fields, skip, strict=True)) for skip in self.skips]} if self.skips else {}),
             "layers": layers,
         }
         return json.dumps(document, indent=1) + "\n"
@@ -325,8 +362,23 @@ class _LayerEntry(Strict):
     """In place of ``workspace_backward_bytes``."""
     attention_workspace_accumulate_bytes: _Signeds | None = None
     """In place of ``workspace_accumulate_bytes``."""
+    freed_bytes: _Amounts | None = None
+    """The part of a whole backward's highest point that is not there where other layers of its stage follow: its
+    output, and the gradient of it, if they go before. In all layers or in none."""
     spread: _Amounts | None = None
     """Interquartile range over median of its measured times; in all layers or in none."""
+
+
+class _SkipEntry(Strict):
+    """A tensor that layers hand on from one to a later one, as they get it: it is held once."""
+
+    made: Annotated[int, Field(ge=-1)]
+    """The number of the layer whose output it is first among; -1 for the model's own input."""
+    used: Annotated[int, Field(ge=1)]
+    """The last layer that takes it, at least two later."""
+    bytes: _Amounts
+    """A value for each of the file's ``sizes``, among ``output_bytes`` of all layers from ``made`` to the last before
+    ``used``."""
 
 
 class _LinkEntry(Strict):
@@ -365,6 +417,8 @@ class _ProfileFile(Strict):
     """What the engine adds to each message's way."""
     link: _LinkEntry | None = None
     """What ``cluster.link: measured`` stands for."""
+    skips: Annotated[list[_SkipEntry], Field(max_length=LAYERS, fail_fast=True)] = Field(default_factory=list)
+    """What layers hand on to later ones than the next."""
     layers: Annotated[list[_LayerEntry], Field(min_length=1, max_length=LAYERS, fail_fast=True)]
     """From the first to the last."""
 
@@ -432,6 +486,27 @@ def _uneven(content: _ProfileFile) -> Iterable[tuple[FieldPath, str]]:
             values = getattr(layer, column)
             if values is not None and len(values) != len(content.sizes):
                 yield ("layers", index, column), f"expected {len(content.sizes)} values, one for each of sizes"
+    yield from _wrong_skips(content)
+
+
+def _wrong_skips(content: _ProfileFile) -> Iterable[tuple[FieldPath, str]]:
+    num_sizes, last = len(content.sizes), len(content.layers) - 1
+    handed = [[0.0] * num_sizes for _ in content.layers]
+    for index, skip in enumerate(content.skips):
+        if not skip.made + 2 <= skip.used <= last:
+            yield ("skips", index, "used"), f"found {skip.used}, expected a layer from {skip.made + 2} to {last}"
+        elif len(skip.bytes) != num_sizes:
+            yield ("skips", index, "bytes"), f"expected {num_sizes} values, one for each of sizes"
+        else:
+            for layer in range(max(skip.made, 0), skip.used):
+                handed[layer] = [before + one for before, one in zip(handed[layer], skip.bytes, strict=True)]
+    for index, (layer_entry, amounts) in enumerate(zip(content.layers, handed, strict=True)):
+        if any(amount > put * (1 + _ROUNDING) for amount, put in zip(amounts, layer_entry.output_bytes, strict=False)):
+            message = f"found less than the {shown(max(amounts))} bytes of skips that are among it"
+            yield ("layers", index, "output_bytes"), message
+
+
+_ROUNDING = 1e-9
 
 
 def _column(layer: _LayerEntry, name: str) -> list[float]:
@@ -463,4 +538,5 @@ def _from_file(content: _ProfileFile) -> Profile:
         environment=content.environment,
         precision=content.precision,
         tensor=content.tensor,
+        skips=tuple((skip.made, skip.used, tuple(skip.bytes)) for skip in content.skips),
     )

@@ -15,6 +15,7 @@ The model's last layer is as it was: the loss follows its forward, and what the 
 backward's bytes what is recomputed comes beside what enters and leaves it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -45,7 +46,7 @@ def _recomputed_attention(profile: Profile) -> Profile:
         "saved_bytes": old["saved_bytes"] - again,
         **{name: old.get(f"attention_{name}", old[name] + again) for name in ("workspace_forward_bytes", *_BACKWARD)},
     }
-    return replace(profile, table={name: old[name] for name in old if name not in SPLIT_COLUMNS} | changed)
+    return replace(profile, table=_whole(old) | changed)
 
 
 @lru_cache(maxsize=64)
@@ -59,15 +60,20 @@ def _recomputed_by_layer(profile: Profile) -> Profile:
         return chosen
 
     inside = old["saved_bytes"]
+    handed_on = np.array([profile.at(size).handed_on_bytes for size in profile.sizes]).T
     needs = {name: np.maximum(old[name], old["workspace_forward_bytes"]) for name in _BACKWARD}
     changed = {
         "backward_s": old["backward_s"] + again * old["forward_s"],
-        "saved_bytes": either(old["output_bytes"], "saved_bytes"),
+        "saved_bytes": either(old["output_bytes"] - handed_on, "saved_bytes"),
         "workspace_forward_bytes": either(old["workspace_no_grad_bytes"], "workspace_forward_bytes"),
         **{name: either(inside + needs[name], name) for name in _BACKWARD},
     }
-    table = {name: values for name, values in old.items() if name not in SPLIT_COLUMNS}
-    return replace(profile, table=table | changed)
+    return replace(profile, table=_whole(old) | changed)
+
+
+def _whole(table: Mapping[str, Array]) -> dict[str, Array]:
+    """Without what is no longer known of a backward."""
+    return {name: values for name, values in table.items() if name not in (*SPLIT_COLUMNS, "freed_bytes")}
 
 
 _BACKWARD = ("workspace_backward_bytes", "workspace_accumulate_bytes")

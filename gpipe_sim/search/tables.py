@@ -86,8 +86,12 @@ class IntervalTables:
         self._replicas, self._shard = scenario.plan.replicas, scenario.plan.shard
         self._known_bytes: dict[tuple[object, ...], Array] = {}
         self._known_seconds: dict[tuple[Position, Checkpoint], StageSeconds] = {}
-        self.least = LayerCosts(**{name: self._over_sizes(name, np.minimum.reduce) for name in COLUMNS})
-        """Of each layer, what the cheapest micro-batch costs it."""
+        most = [
+            max(same, key=lambda skip: skip.bytes) for same in zip(*(c.skips for c in self.costs.values()), strict=True)
+        ]
+        least = {name: self._over_sizes(name, np.minimum.reduce) for name in COLUMNS}
+        self.least = LayerCosts(**least, skips=tuple(most))
+        """Of each layer, what the cheapest micro-batch costs it, and what the dearest hands on, which is held once."""
 
     def _over_sizes(self, column: str, reduce: Callable[[list[Array]], Array]) -> Array:
         return reduce([getattr(costs, column) for costs in self.costs.values()])
@@ -265,6 +269,9 @@ class IntervalTables:
         """One micro-batch's own bytes at their highest: in the first backward, in another one, in a forward."""
         costs, saved = self.least, np.cumsum(self.least.saved_bytes)
         gradient_in = costs.output_bytes.copy()
+        for skip in costs.skips:  # whose gradient may be a received one
+            gradient_in[max(skip.made, 0) : skip.used] -= skip.bytes
+        gradient_in = np.maximum(gradient_in, 0.0)
         at_the_end = np.zeros_like(gradient_in)
         at_the_end[-1] = gradient_in[-1]  # received ones are counted apart
         making, adding = backward_needs(costs, self._new_gradients)

@@ -51,6 +51,8 @@ class StageBytes:
     """Boundary input that arrives from the previous stage; 0 at the first."""
     output: Array
     """What is sent to the next stage; 0 at the last."""
+    handed_on: Array
+    """Of `output`, that which is among `input`, and held there already: skips from an earlier stage to a later one."""
     saved: Array
     forward_workspace: Array
     """Transient of a forward with gradients, or of a recomputation, beyond `saved`."""
@@ -87,6 +89,9 @@ def _stage_bytes(plans: Sequence[Plan], size: int, profile: Profile) -> StageByt
                                  + workspace_i: the pile turns from what was saved to what W needs, from the top
         for the weights          kept_0 + ... + kept_i + new .grad + workspace_i  (+ .grad so far)  it shrinks
 
+    What layers hand on as they get it (`Skip`) is there once, and so is its gradient: received, if a later stage uses
+    it last, and otherwise made by the layer that does. A whole backward copies it once if all of the stage hands it on.
+
     The plans cut the layers of one profile in different places; arrays below have a row per plan.
     """
     costs = profile.at(size)
@@ -105,18 +110,29 @@ def _stage_bytes(plans: Sequence[Plan], size: int, profile: Profile) -> StageByt
         return top.reshape(balances.shape)
 
     output, total = costs.output_bytes, np.cumsum(costs.saved_bytes)
+    before, after = np.tile(output * 0, (2, len(plans), 1))
+    """Of each output, what came to the stage with its input, and what goes to a later one."""
+    through = np.zeros(balances.shape)
+    for made, used, amount in costs.skips:
+        there = amount * ((made <= np.arange(profile.num_layers)) & (np.arange(profile.num_layers) < used))
+        before += there * (made < each_layer(firsts))
+        after += there * (used > each_layer(lasts))
+        through += amount * ((made < firsts) & (used > lasts))
     pile = total - each_layer((total - costs.saved_bytes)[firsts])
     saved = pile[which, lasts]
     inputs = np.append(0.0, output[:-1])
-    gradient_in = np.tile(output, (len(plans), 1))
+    gradient_in = output - after
     gradient_in[which, lasts[:, :-1]] = 0.0  # received ones are counted as buffers
-    inside = np.tile(inputs, (len(plans), 1))
+    inside = np.append(np.zeros((len(plans), 1)), (output - before)[:, :-1], axis=1)
     inside[which, firsts] = 0.0  # boundary inputs are counted as inputs
     new_gradients = profile.parameter_bytes * _gradients_per_weight(plans[0])
     # The first backward makes the gradients, from the stage's last layer to its first, while the pile shrinks.
     gradients = np.cumsum(new_gradients)
     gradients_before = each_layer(gradients[lasts]) - gradients
-    making, adding = (pile + gradient_in + need for need in backward_needs(costs, new_gradients))
+    is_last = np.arange(profile.num_layers) == each_layer(lasts)
+    backwards = zip(backward_needs(costs, new_gradients), backward_needs(costs, new_gradients, freed=0.0), strict=True)
+    needs = (np.where(is_last, whole, inside_of) for inside_of, whole in backwards)
+    making, adding = (pile + gradient_in + each_layer(through) + need for need in needs)
 
     split = dict.fromkeys(("kept", "inputs_workspace", "first_weights_workspace", "weights_workspace"), 0.0 * saved)
     if profile.splits:
@@ -139,18 +155,23 @@ def _stage_bytes(plans: Sequence[Plan], size: int, profile: Profile) -> StageByt
     return StageBytes(
         input=inputs[firsts],
         output=np.append(output[lasts[:, :-1]], np.zeros((len(plans), 1)), axis=1),
+        handed_on=through,
         saved=saved,
         forward_workspace=np.maximum(highest(pile + costs.workspace_forward_bytes) - saved, 0.0),
-        no_grad_workspace=highest(inside + costs.workspace_no_grad_bytes + output),
+        no_grad_workspace=highest(inside + costs.workspace_no_grad_bytes + output - costs.handed_on_bytes),
         first_backward_workspace=np.maximum(highest(making + gradients_before) - saved, 0.0),
         backward_workspace=np.maximum(highest(adding) - saved, 0.0),
         **split,
     )
 
 
-def backward_needs(costs: LayerCosts, new_gradients: Array) -> tuple[Array, Array]:
-    """Of each layer's backward, beyond the pile and the gradient in: the first time, and when `.grad` exists."""
-    new = np.append(0.0, costs.output_bytes[:-1]) + new_gradients
+def backward_needs(costs: LayerCosts, new_gradients: Array, freed: float = 1.0) -> tuple[Array, Array]:
+    """Of each layer's backward, beyond the pile and the gradient in: the first time, and when `.grad` exists.
+
+    With `freed`, of a layer that others of its stage follow.
+    """
+    gone = 0.0 if costs.freed_bytes is None else freed * costs.freed_bytes
+    new = np.append(0.0, costs.output_bytes[:-1] - costs.handed_on_bytes[1:]) + new_gradients - gone
     transients = costs.workspace_backward_bytes, costs.workspace_accumulate_bytes
     making, adding = (np.maximum(new + transient, 0.0) for transient in transients)
     return making, adding
@@ -296,10 +317,11 @@ def holdings(held: StepBytes, role: Roles) -> Iterator[Holding]:
     yield Holding("buffers", "back end", "back delivered", received)
     yield Holding("buffers", "gradient posted", "back end", sent)
     # Without recompute the output is among the activations.
-    yield Holding("buffers", "F end", "F delivered", np.where(again, sent, 0.0))
+    yield Holding("buffers", "F end", "F delivered", np.where(again, sent - np.where(leaves, held.handed_on, 0.0), 0.0))
     if role.from_rank.any():
         dropped_before = np.concatenate([np.zeros_like(again[:1]), again[:-1]])
-        yield Holding("inputs", "handed over", "back end", np.where(~arrives & dropped_before, held.input, 0.0))
+        new = held.input - np.concatenate([np.zeros_like(again[:1]), held.handed_on[:-1]])
+        yield Holding("inputs", "handed over", "back end", np.where(~arrives & dropped_before, new, 0.0))
         yield Holding("buffers", "back end", "gradient used", np.where(arrives, 0.0, held.input))
 
 
