@@ -1,6 +1,7 @@
 """Replicas: D copies of the pipeline, each with its share of the batch, whose gradients are summed.
 
-Processes are a mesh of K ranks by D replicas, as `Plan` numbers them:
+Processes are a mesh of K ranks by D replicas by T members of a tensor group (`slices`), as `Plan` numbers them, here
+with T = 1:
 
     process     replica 0   1
     rank 0              0   1     dp: hold the same stages, and sum their gradients
@@ -32,6 +33,10 @@ class Replicas:
         self.num, self._plan, self._device = plan.replicas, plan, device
         self.process = dist.get_rank() if dist.is_initialized() else 0
         self.position, self.replica = plan.place_of(self.process)
+        self.member = plan.member_of(self.process)
+        """Of a tensor group. Members do the same, each with those of its number elsewhere."""
+        self.tensor: DeviceMesh | None = None
+        """The tensor group; None where it is one process."""
         self.pipeline: dist.ProcessGroup | None = None
         """The ranks of this replica; None is the world."""
         self.alike: dist.ProcessGroup | None = None
@@ -40,22 +45,23 @@ class Replicas:
         """Of each summed stage: its parameters, and how many replicas have a gradient of each."""
         self._own: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients of this replica alone, of steps that were not summed; void once a parameter has another."""
-        if plan.replicas > 1:
-            positions = [plan.pipeline.index(rank) for rank in plan.ranks]
-            numbers = [[plan.process(position, replica) for replica in range(plan.replicas)] for position in positions]
-            mesh = DeviceMesh(device.type, numbers, mesh_dim_names=("pp", "dp"))
-            self.pipeline, self.alike = mesh.get_group("pp"), mesh.get_group("dp")
+        if plan.replicas > 1 or plan.tensor > 1:
+            numbers = torch.arange(plan.world).view(plan.num_ranks, plan.replicas, plan.tensor)
+            mesh = DeviceMesh(device.type, numbers, mesh_dim_names=("pp", "dp", "tp"))
+            self.pipeline = mesh.get_group("pp")
+            self.alike = mesh.get_group("dp") if plan.replicas > 1 else None
+            self.tensor = mesh["tp"] if plan.tensor > 1 else None
 
     def process_of(self, stage: int) -> int:
         """The process that holds a stage of this replica."""
-        return self._plan.process(self._plan.positions[stage], self.replica)
+        return self._plan.process(self._plan.positions[stage], self.replica, self.member)
 
     def start_alike(self, module: nn.Module) -> None:
         """Everyone begins with the first replica's weights. This also uses their communicator for the first time, which
         stops the host until all have joined."""
         if self.alike is not None:
             for tensor in (torch.zeros(1, device=self._device), *module.state_dict().values()):
-                dist.broadcast(tensor, src=self._plan.process(self.position), group=self.alike)
+                dist.broadcast(tensor, src=self._plan.process(self.position, 0, self.member), group=self.alike)
 
     def shares(self, samples: int) -> list[int]:
         """Of all replicas, in samples. Ranks of the same stage ask each other at the same time."""

@@ -14,13 +14,12 @@ those of the tools' own sources in November 2026; `PROVEN` says how far each of 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Literal, get_args
 
 from gpipe_sim.export import deepspeed, kubernetes, megatron, slurm, torchrun, torchtitan
 from gpipe_sim.export.words import Exported, Tool, Written, comment, differences, listed
 from gpipe_sim.make.planfile import order_of_plan
-from gpipe_sim.plan.plan import Plan, only_what_runs
+from gpipe_sim.plan.plan import Plan, only_single_members, only_what_runs
 from gpipe_sim.scenario.schema import Transformer
 
 Target = Literal["torchtitan", "megatron", "deepspeed", "slurm", "torchrun", "kubernetes", "csv"]
@@ -41,7 +40,9 @@ PROVEN: dict[Target, str] = {
 def export_plan(plan: Plan, target: Target, *, plan_path: str) -> Exported:
     """Write the plan, which was read from `plan_path`, for a target."""
     has_groups = target in ("torchtitan", "megatron") and isinstance(plan.scenario.model, Transformer)
-    only_what_runs(replace(plan, tensor=1) if has_groups else plan, f"export to {target}")
+    only_what_runs(plan, f"export to {target}")
+    if not has_groups:
+        only_single_members(plan, f"export to {target}")
     if plan.recompute_unit == "attention" and target in ("torchtitan", "deepspeed"):
         message = f"found attention, expected stage or layer: export to {target} has no word for it"
         raise plan.scenario.error("plan.recompute_unit", message)
