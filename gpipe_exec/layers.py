@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
 from gpipe_exec.devices.environment import folder_of
@@ -22,6 +25,7 @@ from gpipe_exec.engine.losses import Loss
 from gpipe_exec.engine.messages import flatten, unflatten
 from gpipe_exec.engine.precision import DTYPES, computes_with_copies
 from gpipe_exec.engine.selective import attention
+from gpipe_exec.engine.slices import Division
 from gpipe_exec.modules.splitting import SplitError, split
 from gpipe_sim.scenario.schema import HuggingFaceModel, PythonModel, Scenario, Transformer
 
@@ -133,18 +137,30 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(model.num_positions, model.hidden) if model.num_positions else None
         length = model.sequence if model.positions == "sinusoidal" else 0
         self.register_buffer("sinusoids", torch.empty(length, model.hidden), persistent=False)
+        self._part, self._parts = 0, 1
+        """Which part of the sequence comes out here, of how many."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The table of positions; the layers inside see to themselves."""
         self.sinusoids.copy_(_sinusoids(*self.sinusoids.shape))
 
+    def divide(self, mesh: DeviceMesh, *, sequence: bool) -> Division:
+        """By the vocabulary; what comes out is summed."""
+        boundary: Placement = Shard(1) if sequence else Replicate()
+        if sequence:
+            self._part, self._parts = mesh.get_local_rank(), mesh.size()
+        tokens = RowwiseParallel(input_layouts=Replicate(), output_layouts=boundary)
+        return Division({"tokens": tokens}, in_parts=["positions.weight"] if sequence else [])
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(n, s) token numbers -> (n, s, h)."""
         vectors: torch.Tensor = self.tokens(tokens)
+        length = tokens.shape[1] // self._parts
+        here = slice(self._part * length, (self._part + 1) * length)
         if self.positions is not None:
-            vectors = vectors + self.positions.weight[: tokens.shape[1]]
-        return vectors + self.sinusoids if self.sinusoids.numel() else vectors
+            vectors = vectors + self.positions.weight[here]
+        return vectors + self.sinusoids[here] if self.sinusoids.numel() else vectors
 
 
 def _sinusoids(length: int, width: int) -> torch.Tensor:
@@ -181,6 +197,7 @@ class Block(nn.Module):
         length = model.sequence if model.positions == "rotary" else 0
         for name in ("cosines", "sines"):
             self.register_buffer(name, torch.empty(length, (model.width_of_head + 1) // 2), persistent=False)
+        self._group: DeviceMesh | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -189,17 +206,37 @@ class Block(nn.Module):
         self.cosines.copy_(torch.cos(angles))
         self.sines.copy_(torch.sin(angles))
 
+    def divide(self, mesh: DeviceMesh, *, sequence: bool) -> Division:
+        """Attention by heads, the feed-forward by its width."""
+        model, self._group = self.model, mesh
+        boundary: Placement = Shard(1) if sequence else Replicate()
+        styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("qkv", "up")}
+        styles |= {"gate": ColwiseParallel()} if self.gate is not None else {}
+        styles |= {name: RowwiseParallel(output_layouts=boundary) for name in ("project", "down")}
+        styles |= {name: SequenceParallel() for name in ("norm1", "norm2") if sequence}
+        return Division(styles, sections={"qkv": (model.query_width, model.kv_width, model.kv_width)})
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """What both halves begin with: of a group's, all of the sequence, gathered once for whoever needs it."""
+        if self._group is None:
+            return x
+        if isinstance(x, DTensor):
+            gathered: torch.Tensor = x.redistribute(placements=[Replicate()])
+            return gathered
+        return DTensor.from_local(x, self._group, [Replicate()], run_check=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, s, h) -> (n, s, h)."""
-        n, s, _ = x.shape
-        model = self.model
-        together = self.qkv(self.norm1(x)).view(n, s, -1, model.width_of_head).transpose(1, 2)
-        q, k, v = together.split([model.heads, model.num_kv_heads, model.num_kv_heads], dim=1)
+        """(n, s, h) -> (n, s, h); of a group's, s is that of its part where sequences are split."""
+        model, T = self.model, 1 if self._group is None else self._group.size()
+        together = self.qkv(self._whole(self.norm1(x)))
+        n, s, _ = together.shape
+        together = together.view(n, s, -1, model.width_of_head).transpose(1, 2)
+        q, k, v = together.split([number // T for number in (model.heads, *[model.num_kv_heads] * 2)], dim=1)
         if model.positions == "rotary":
             q, k = self._rotated(q), self._rotated(k)
         mixed = attention(self._attention, q, k, v)
         x = x + self.project(mixed.transpose(1, 2).reshape(n, s, -1))
-        inside, up = self.norm2(x), self.up
+        inside, up = self._whole(self.norm2(x)), self.up
         wide = functional.gelu(up(inside)) if self.gate is None else functional.silu(self.gate(inside)) * up(inside)
         result: torch.Tensor = x + self.down(wide)
         return result
@@ -226,7 +263,9 @@ def _norm(model: Transformer) -> nn.Module:
 
 
 def _next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    """In fp32, or more where the logits have more."""
+    exact = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(exact, targets.flatten())
 
 
 def transformer(model: Transformer) -> Workload:

@@ -9,7 +9,7 @@ from gpipe_sim.cost.collectives import collective_s
 from gpipe_sim.explain.predict import predict, predict_all
 from gpipe_sim.make.making import make_plan
 from gpipe_sim.make.planfile import parse_plan, plan_text
-from gpipe_sim.plan.plan import only_what_runs
+from gpipe_sim.plan.plan import only_single_members, only_what_runs
 
 GiB = 2**30
 LINK = {"bandwidth": "200 GB/s", "latency": "5 us"}
@@ -176,12 +176,10 @@ def test_a_profile_is_of_one_size_of_groups(tmp_path):
 
 
 def test_what_nothing_executes_yet_is_refused_where_it_would_run():
-    for choices, field in (
-        ({"tensor": 2}, "plan.tensor"),
-        ({"precision": "mixed_fp32_gradients"}, "precision"),
-    ):
-        with pytest.raises(InputError, match=f"{field}: found .* gpipe run does not know"):
-            only_what_runs(gpt(**choices), "gpipe run")
+    with pytest.raises(InputError, match=r"precision: found .* gpipe run does not know"):
+        only_what_runs(gpt(precision="mixed_fp32_gradients"), "gpipe run")
+    with pytest.raises(InputError, match=r"plan.tensor: found 2, expected 1: --engine torch does not know"):
+        only_single_members(gpt(tensor=2), "--engine torch")
 
 
 def mixed(*groups, **choices):

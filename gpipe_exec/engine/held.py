@@ -4,7 +4,7 @@ Layers and parameters have the names of the whole model, so that a checkpoint of
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from gpipe_exec.engine.materialize import materialize
 from gpipe_exec.engine.precision import mixed_of
 from gpipe_exec.engine.replicas import Replicas
 from gpipe_exec.engine.shards import Shards, refuse_shards
+from gpipe_exec.engine.slices import Slices, plain_name, refuse_tensor, whole_loss
 from gpipe_exec.engine.stage import Stage
 from gpipe_exec.engine.tied import shared_parameters, tie
 from gpipe_sim.plan.plan import Plan, only_what_runs
@@ -53,13 +54,17 @@ class Held:
         """`divides` says whether replicas divide what the plan says, and do not only take the time for it."""
         only_what_runs(plan, "the engine")
         refuse_shards(plan, precision)
+        if divides:
+            refuse_tensor(plan)
         if len(layers) != plan.profile.num_layers:
             raise ValueError(f"the model has {len(layers)} layers, but the plan was made for {plan.profile.num_layers}")
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != plan.world:
             found = f"{world} process{'es' * (world > 1)}"
             each = f"{plan.replicas} replicas of {plan.num_ranks}" if plan.replicas > 1 else f"{plan.num_ranks}"
-            raise ValueError(f"{found} for a plan of {each} ranks, expected one for each rank")
+            more = f", each of {plan.tensor} members" if plan.tensor > 1 else ""
+            one = "member" if plan.tensor > 1 else "rank"
+            raise ValueError(f"{found} for a plan of {each} ranks{more}, expected one for each {one}")
         self.plan = plan
         self.device = torch.device(device) if device is not None else default_device()
         self._replicas = Replicas(plan, self.device)
@@ -89,6 +94,14 @@ class Held:
         self._tied = [
             one for one in tie(layers, self._names, plan, self.device) if self._replicas.process in one.processes
         ]
+        self._slices: Slices | None = None
+        if self._replicas.tensor is not None and divides:
+            self._slices = slices = Slices(self._replicas.tensor, sequence=plan.scenario.plan.sequence_split)
+            for index in own:
+                layers[index].to(self.device)
+                slices.divide(layers[index], self._names[index], is_last=index == len(layers) - 1)
+            self._tied = [one._replace(parameter=slices.now(one.parameter)) for one in self._tied]
+            loss = whole_loss(loss)
         self._loss = loss
         self.module = nn.Sequential()
         self._stages = {index: self._make_stage(layers, index) for index in self.stage_indices}
@@ -151,7 +164,7 @@ class Held:
 
     def _called(self, name: str) -> str:
         """The whole model's name for something in `module`: layers of a module that was split keep its own names."""
-        return name.partition(".")[2] if self._has_own_names else name
+        return plain_name(name).partition(".")[2] if self._has_own_names else plain_name(name)
 
     def parameter_groups(self, options: Callable[[str, nn.Parameter], Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Groups for an optimizer: parameters with equal `options(name, parameter)` together.
@@ -176,17 +189,22 @@ class Held:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch's, of the gradients of all stages; returns their norm before, on every rank."""
         elsewhere = self._tied_elsewhere()
-        mine = [p.grad for p in self.parameters() if p.grad is not None and p.numel() and p not in elsewhere]
+        counted = [p for p in self.module.parameters() if self._slices is None or self._slices.is_counted(p)]
+        pieces = [piece for piece in map(self._piece, counted) if piece not in elsewhere]
+        mine = [piece.grad for piece in pieces if piece.grad is not None and piece.numel()]
         norm = torch.nn.utils.get_total_norm(mine, norm_type).to(self.device, torch.double)
         # Replicas have the same gradients, or pieces of them.
-        group = self._replicas.pipeline if self._shards is None else None
-        if self.plan.num_ranks > 1 or self._shards is not None:
-            if norm_type == float("inf"):
-                dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-            else:
-                norm = norm**norm_type
-                dist.all_reduce(norm, group=group)
-                norm = norm ** (1 / norm_type)
+        groups = [self._replicas.pipeline if self._shards is None else None]
+        if self._slices is not None and self._shards is None:
+            groups.append(self._slices.group)
+        if self.plan.num_ranks > 1 or self._shards is not None or self._slices is not None:
+            for group in groups:
+                if norm_type == float("inf"):
+                    dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+                else:
+                    norm = norm**norm_type
+                    dist.all_reduce(norm, group=group)
+                    norm = norm ** (1 / norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
@@ -208,8 +226,8 @@ class Held:
         if self.plan.world > 1:
             plan, order = self.plan, program_of(self.plan).order
             digest = hashlib.sha256(b"".join(a.kinds + a.stages.tobytes() + a.microbatches.tobytes() for a in order))
-            shape = (plan.balance, plan.placement, plan.num_microbatches, plan.replicas, plan.shard)
-            mine = (*shape, plan.schedule, digest.hexdigest()[:12])
+            shape = (plan.balance, plan.placement, plan.num_microbatches, plan.replicas, plan.shard, plan.tensor)
+            mine = (*shape, plan.scenario.plan.sequence_split, plan.schedule, digest.hexdigest()[:12])
             all_plans: list[Any] = [None] * self.plan.world
             dist.all_gather_object(all_plans, mine)
             if any(other != mine for other in all_plans):
@@ -231,8 +249,8 @@ class Held:
         It comes to rank 0 a tensor's rank at a time, in host memory. `save` needs no rank to hold all of it.
         """
         with self._whole():
-            mine = {name: tensor.cpu() for name, tensor in self.module.state_dict().items()} if not self.replica else {}
-        if self.replica > 0:
+            mine = {plain_name(name): tensor.cpu() for name, tensor in self._state() if not self.replica}
+        if self.replica > 0 or self._replicas.member > 0:
             return {}
         if self.plan.num_ranks == 1:
             return {self._called(name): tensor for name, tensor in mine.items()}
@@ -243,6 +261,18 @@ class Held:
         in_order = sorted(merged, key=lambda name: order[name.split(".")[0]])
         return {self._called(name): merged[name] for name in in_order}
 
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of `module`, one after the other, whole; all members of a tensor group take part in each."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, tensor in self.module.state_dict().items():
+            parameter = parameters.get(name) if self._slices is not None else None
+            yield name, tensor if parameter is None or self._slices is None else self._slices.whole(parameter, tensor)
+
+    def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this member of a tensor group holds of something in `module`."""
+        parameter = dict(self.module.named_parameters(remove_duplicate=False)).get(name)
+        return whole if self._slices is None or parameter is None else self._slices.own(parameter, whole)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's part of the whole model's state, as the module in one process saves it."""
         unknown = sorted(set(state) - self._state_names)
@@ -250,7 +280,8 @@ class Held:
             raise ValueError(f"the state has {', '.join(unknown[:5])}, which the model has not")
         with self._whole():
             own = {name: self._called(name) for name in self.module.state_dict()}
-            self.module.load_state_dict({name: state[called] for name, called in own.items() if called in state})
+            found = {name: self._own_part(name, state[called]) for name, called in own.items() if called in state}
+            self.module.load_state_dict(found)
 
     def save(
         self,
@@ -281,13 +312,14 @@ class Held:
         wait: bool,
     ) -> None:
         tensors: dict[str, torch.Tensor] = {}
+        writes = self.replica == 0 and self._replicas.member == 0
         if self.replica == 0:
-            tensors = {f"model.{self._called(name)}": tensor for name, tensor in self.module.state_dict().items()}
+            tensors = {f"model.{self._called(name)}": tensor for name, tensor in self._state() if writes}
         if optimizer is not None and (self.replica == 0 or self._shards is not None):
             names, elsewhere = self._names_of_parameters(), self._tied_elsewhere()
             mine = {names[parameter] for parameter in names if parameter not in elsewhere}
             found = self._whole_states(optimizer_tensors(optimizer, names))
-            tensors |= {key: value for key, value in found.items() if _parameter_of(key) in mine and not self.replica}
+            tensors |= {key: value for key, value in found if _parameter_of(key) in mine and writes}
         process = self._replicas.process
         tensors |= {f"random.{process}.{name}": state for name, state in random_states(self.device).items()}
         if process == 0:
@@ -310,7 +342,8 @@ class Held:
 
     def _load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         there = forms(path)
-        model = {f"model.{self._called(name)}": tensor for name, tensor in self.module.state_dict().items()}
+        state = self.module.state_dict()
+        model = {f"model.{self._called(name)}": self._to_read(name, tensor) for name, tensor in state.items()}
         for name, tensor in model.items():
             if name not in there or there[name].shape != tensor.shape:
                 found = f"of shape {tuple(there[name].shape)}" if name in there else "not there"
@@ -328,6 +361,9 @@ class Held:
             or (optimizer is not None and name.startswith("optimizer.") and _parameter_of(name) in mine)
         }
         self._checkpointing().read(path, model | wanted)
+        if self._slices is not None:
+            for name, tensor in state.items():
+                tensor.copy_(self._own_part(name, model[f"model.{self._called(name)}"]))
         position: dict[str, Any] = from_tensor(wanted.pop("position"))
         scale = position.pop("loss_scale", None)
         if self._mixed is not None and scale is not None:
@@ -339,35 +375,46 @@ class Held:
             set_random_states(states, self.device)
         return position
 
+    def _to_read(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What a checkpoint is read into: something in `module` itself, or all of what is a slice there."""
+        parameter = dict(self.module.named_parameters(remove_duplicate=False)).get(name)
+        if self._slices is None or parameter is None:
+            return tensor
+        return torch.empty(self._slices.whole_shape(parameter), dtype=tensor.dtype)
+
     def _checkpointing(self) -> Checkpoints:
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._replicas.process, self.plan.world)
         return self._checkpoints
 
     def _names_of_parameters(self) -> dict[nn.Parameter, str]:
-        named = self.module.named_parameters()
+        named = [(plain_name(name), parameter) for name, parameter in self.module.named_parameters()]
         return {self._piece(parameter): self._called(self._first_names.get(name, name)) for name, parameter in named}
 
-    def _whole_states(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """An optimizer's tensors as if replicas divided nothing."""
-        if (shards := self._shards) is None:
-            return tensors
+    def _whole_states(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """An optimizer's tensors as if neither replicas nor tensor groups divided anything, one after the other."""
         of = self._parameters_by_name()
-        return {
-            key: shards.whole_state(of[_parameter_of(key)], key.rpartition("/")[2], value)
-            for key, value in tensors.items()
-        }
+        for key, found in tensors.items():
+            parameter, name, value = of[_parameter_of(key)], key.rpartition("/")[2], found
+            if self._shards is not None:
+                value = self._shards.whole_state(parameter, name, value)
+            if self._slices is not None and value.is_floating_point() and name != "step":
+                value = self._slices.whole(parameter, value)
+            yield key, value
 
     def _own_states(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The reverse: those of this replica's pieces."""
-        if (shards := self._shards) is None:
+        """The reverse: those of this replica's pieces, and of this member's slices."""
+        if self._shards is None and self._slices is None:
             return tensors
-        of = self._parameters_by_name()
-        return {
-            key: shards.own_state(of[_parameter_of(key)], key.rpartition("/")[2], value)
-            for key, value in tensors.items()
-            if key.startswith("optimizer.")
-        }
+        of, own = self._parameters_by_name(), dict[str, torch.Tensor]()
+        for key, found in tensors.items():
+            if not key.startswith("optimizer."):
+                continue
+            parameter, name, value = of[_parameter_of(key)], key.rpartition("/")[2], found
+            if self._slices is not None and value.is_floating_point() and name != "step":
+                value = self._slices.own(parameter, value).clone()
+            own[key] = value if self._shards is None else self._shards.own_state(parameter, name, value)
+        return own
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         names = self._names_of_parameters()

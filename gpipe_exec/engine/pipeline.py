@@ -15,7 +15,7 @@ batch on one device. A batch that is smaller than the plan's has fewer micro-bat
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from gpipe_exec.engine.losses import Loss, PlainMeanCheck, joined, power_of_two_
 from gpipe_exec.engine.messages import NUMBERS, Lane, Receiver, Sender, Value, flatten, form_of, unflatten
 from gpipe_exec.engine.progress import refuse_deadlock
 from gpipe_exec.engine.repeats import RepeatCheck
+from gpipe_exec.engine.slices import divided_loss, put_together
 from gpipe_exec.engine.tied import sum_gradients
 from gpipe_exec.engine.transport import ByEvents, ByThread, PeerToPeer, Transfers, Transport
 from gpipe_exec.engine.wires import Receive, communicators, wire_of
@@ -135,8 +136,12 @@ class Pipeline(Held):
         In mixed precision with fp16, a step whose gradients overflow on any rank leaves the gradients of all ranks as
         they were before it, and `update` is not called; `overflowed` says so.
         """
-        with self._mixed.lowered() if self._mixed is not None else nullcontext():
+        lowered = self._mixed.lowered() if self._mixed is not None else nullcontext()
+        with lowered, self._divided_loss():
             return self._step(inputs, targets, update, weight)
+
+    def _divided_loss(self) -> AbstractContextManager[None]:
+        return divided_loss(1 if self._slices is None else self._slices.num)
 
     def _step(self, inputs: Value, targets: Any, update: Callable[[], object] | None, weight: float) -> torch.Tensor:
         record, last_stage = self.recorder, self.plan.num_stages - 1
@@ -168,6 +173,8 @@ class Pipeline(Held):
                 whole_loss = self._complete_gradients(losses, earlier, weight)
             self._reap()
             started = record.mark()
+            if source is not None:
+                value = self._gathered(value)
             if kind == "F":
                 if index == 0:
                     value, data[m] = data[m], None
@@ -192,7 +199,7 @@ class Pipeline(Held):
                 result = (stage.backward if kind == "B" else stage.backward_inputs)(m, given)
                 ended = record.mark()
                 if target is not None:
-                    target.send(m, result)
+                    target.send(m, self._cut(result))
                 elif index > 0:
                     gradients[index - 1, m] = result
                 del given, result
@@ -245,7 +252,8 @@ class Pipeline(Held):
                 if check is not None:
                     check.note(output, answers[m])
 
-        self._forwards(course, inputs, judge)
+        with self._divided_loss():
+            self._forwards(course, inputs, judge)
         self._check_evaluation = False
         return self._share_loss(losses, counts, 1.0)
 
@@ -255,7 +263,7 @@ class Pipeline(Held):
         outputs: list[Value] = [None] * course.plan.num_microbatches
         self._forwards(course, inputs, outputs.__setitem__)
         self._hear_out()
-        return joined(outputs) if self.is_last else None
+        return joined([put_together(output) for output in outputs]) if self.is_last else None
 
     def _forwards(self, course: Course, inputs: Value, take: Callable[[int, Value], None]) -> None:
         """The forwards of the program in evaluation mode, in their order; `take` gets each output of the last stage."""
@@ -277,10 +285,12 @@ class Pipeline(Held):
                     if kind != "F":
                         continue
                     value = source.take(m) if source is not None else data[m] if index == 0 else passed.pop((index, m))
+                    if source is not None:
+                        value = self._gathered(value)
                     self._post(next(posts))
                     output = self._stages[index].evaluate(value)
                     if target is not None:
-                        target.send(m, output)
+                        target.send(m, self._cut(output))
                     elif index < self.plan.num_stages - 1:
                         passed[index + 1, m] = output
                     else:
@@ -359,7 +369,9 @@ class Pipeline(Held):
                 stage.plain_mean = PlainMeanCheck(stage.loss) if self._check_step else None
         earlier: dict[nn.Parameter, torch.Tensor] = {}
         parts = [one.parameter for one in self._tied]
-        if self._divides is not False or self.plan.replicas > 1:  # what is there has been summed already
+        if (
+            self._divides is not False or self.plan.replicas > 1 or self._slices is not None
+        ):  # what is there has been summed already
             parts = list(self.module.parameters())
         if self._mixed is not None:
             parts = self._mixed.weights
@@ -383,6 +395,8 @@ class Pipeline(Held):
 
     def _begin_sum(self, index: int) -> None:
         """The gradients of a stage are complete."""
+        if self._slices is not None:
+            self._slices.sum_parts(self._summed[index])
         self._begin_collective(Action("S", index, -1), self._replicas.begin_sum)
 
     def _begin_gathers(self) -> None:
@@ -425,6 +439,8 @@ class Pipeline(Held):
             if self._sums and not self._sums_early:
                 for index in self._summed:
                     self._begin_sum(index)
+            if self._slices is not None and not (self._sums and self.plan.replicas > 1):
+                self._slices.sum_parts(list(self.module.parameters()))
             self._lane.wait_for([Action("S", index, -1) for index in self._summed])
             self._replicas.end_sums()
             sum_gradients(self._tied)
@@ -480,8 +496,17 @@ class Pipeline(Held):
 
     def _send_output(self, index: int, m: int, output: Value, target: Sender) -> None:
         """Send it on; from now on the form of its gradient is known, which may be received."""
+        output = self._cut(output)
         target.send(m, output)
         self._gradient_receivers[index].knows(m, form_of(output).gradients())
+
+    def _cut(self, value: Value) -> Value:
+        """What this process sends of a value."""
+        return self._slices.cut(value) if self._slices is not None and self._slices.sends_slices else value
+
+    def _gathered(self, value: Value) -> Value:
+        """The reverse, of what arrives."""
+        return self._slices.gathered(value) if self._slices is not None and self._slices.sends_slices else value
 
     def _share_loss(self, losses: list[torch.Tensor], counts: list[torch.Tensor], weight: float) -> torch.Tensor:
         loss, _ = self._told_loss(losses, counts, 1.0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpipe_exec.engine.messages import Value, flatten
+from gpipe_exec.engine.slices import local_part
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Of |x|, the root of the sum of squares."""
@@ -63,7 +64,8 @@ def _sums(output: Value) -> torch.Tensor:
         tensors = []
     with torch.no_grad():
         for tensor in tensors:
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            own = local_part(tensor)
+            real = torch.view_as_real(own) if own.is_complex() else own
             x = real.double().flatten()
             weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device)
             tolerance = _TOLERANCE.get(real.dtype, _COARSE) if real.is_floating_point() else 0.0

@@ -1,6 +1,7 @@
 """Replicas: D copies of the pipeline, each with its share of the batch, whose gradients are summed.
 
-Processes are a mesh of K ranks by D replicas, as `Plan` numbers them:
+Processes are a mesh of K ranks by D replicas by T members of a tensor group (`slices`), as `Plan` numbers them, here
+with T = 1:
 
     process     replica 0   1
     rank 0              0   1     dp: hold the same stages, and sum their gradients
@@ -12,13 +13,14 @@ once, while the rank goes on with its other stages; the update waits for them. R
 in the last batch of an epoch: losses are weighted by samples of all, so that sums, not means, are exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_exec.devices.groups import host_group, make_groups
+from gpipe_exec.devices.groups import Group, host_group, make_groups
 from gpipe_exec.engine.buckets import Bucket, buckets_of, together
 from gpipe_exec.engine.transport import Transfers
 from gpipe_sim.plan.plan import Plan
@@ -33,6 +35,10 @@ class Replicas:
         self._made: set[dist.ProcessGroup] = set()
         self.process = dist.get_rank() if dist.is_initialized() else 0
         self.position, self.replica = plan.place_of(self.process)
+        self.member = plan.member_of(self.process)
+        """Of a tensor group. Members do the same, each with those of its number elsewhere."""
+        self.tensor: DeviceMesh | None = None
+        """The tensor group; None where it is one process."""
         self.pipeline: dist.ProcessGroup | None = None
         """The ranks of this replica; None is the world."""
         self.pipeline_on_host: dist.ProcessGroup | None = None
@@ -44,20 +50,27 @@ class Replicas:
         """Of each summed stage: its parameters, and how many replicas have a gradient of each."""
         self._own: dict[nn.Parameter, torch.Tensor] = {}
         """Gradients of this replica alone, of steps that were not summed; void once a parameter has another."""
-        if plan.replicas > 1:
+        if plan.replicas > 1 or plan.tensor > 1:
+            members = range(plan.tensor)
             positions = [plan.pipeline.index(rank) for rank in plan.ranks]
-            numbers = [[plan.process(position, replica) for replica in range(plan.replicas)] for position in positions]
-            made = make_groups([*zip(*numbers, strict=True), *numbers], device)
-            own = [group for group in made if group is not None]
-            (self.pipeline, self.pipeline_on_host), (self.alike, self._alike_on_host) = own
-            self._made = {group for pair in own for group in pair}
+            numbers = torch.tensor(
+                [[[plan.process(k, d, t) for t in members] for d in range(plan.replicas)] for k in positions]
+            )
+            ways = [numbers.movedim(dimension, 0).flatten(1).T.tolist() for dimension in range(3)]
+            pp, dp, tp = (_own(make_groups(groups, device)) for groups in ways)
+            self._made = {group for pair in (pp, dp, tp) for group in pair}
+            self.pipeline, self.pipeline_on_host = pp
+            if plan.replicas > 1:
+                self.alike, self._alike_on_host = dp
+            if plan.tensor > 1:
+                self.tensor = DeviceMesh.from_group(tp.device, device.type, mesh_dim_names=("tp",))
         elif (host := host_group(device)) is not None:
             self.pipeline_on_host = host
             self._made = {host}
 
     def process_of(self, stage: int) -> int:
         """The process that holds a stage of this replica."""
-        return self._plan.process(self._plan.positions[stage], self.replica)
+        return self._plan.process(self._plan.positions[stage], self.replica, self.member)
 
     def start_alike(self, module: nn.Module) -> None:
         """Everyone begins with the first replica's weights. This also uses their communicator for the first time, which
@@ -66,7 +79,7 @@ class Replicas:
             number = torch.zeros(1, device=self._device)
             dist.all_reduce(number, group=self.alike)
             for tensor in (number, *module.state_dict().values()):
-                dist.broadcast(tensor, src=self._plan.process(self.position), group=self.alike)
+                dist.broadcast(tensor, src=self._plan.process(self.position, 0, self.member), group=self.alike)
 
     def shares(self, samples: int) -> list[int]:
         """Of all replicas, in samples. Ranks of the same stage ask each other at the same time."""
@@ -159,3 +172,9 @@ def _gradients_together(bucket: Bucket) -> torch.Tensor:
     for parameter, gradient in zip(bucket.parameters, bucket.views(flat), strict=True):
         parameter.grad = gradient
     return flat
+
+
+def _own(groups: Iterable[Group | None]) -> Group:
+    """The one among them that this process is in."""
+    (found,) = (group for group in groups if group is not None)
+    return found

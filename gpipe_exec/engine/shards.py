@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpipe_exec.engine.buckets import Bucket, buckets_of, together
 from gpipe_exec.engine.precision import computes_with_copies
+from gpipe_exec.engine.slices import IS_PIECE
 from gpipe_exec.engine.transport import Transfers
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.scenario.schema import Precision
@@ -54,13 +55,13 @@ def _refuse_whole(optimizer: optim.Optimizer, *_: object) -> None:
     """Before any optimizer's step: one that looks at parameters as a whole is given no pieces of them."""
     if type(optimizer) in EACH_NUMBER:
         return
-    if any(getattr(parameter, _PIECE, False) for group in optimizer.param_groups for parameter in group["params"]):
-        message = f"plan.shard: found the optimizer {type(optimizer).__name__}, which is given pieces of parameters, "
-        message += "expected one that does the same to each number, such as Adam or SGD; if it does, add it to "
-        raise ValueError(f"{message}gpipe_exec.engine.shards.EACH_NUMBER, or divide nothing (plan.shard: none)")
+    if any(getattr(parameter, IS_PIECE, False) for group in optimizer.param_groups for parameter in group["params"]):
+        message = f"plan.shard, plan.tensor: found the optimizer {type(optimizer).__name__}, which is given pieces of "
+        message += "parameters, expected one that does the same to each number, such as Adam or SGD; if it does, add "
+        message += "it to gpipe_exec.engine.shards.EACH_NUMBER, or divide nothing (plan.shard: none, plan.tensor: 1)"
+        raise ValueError(message)
 
 
-_PIECE = "_is_piece"
 register_optimizer_step_pre_hook(_refuse_whole)
 
 
@@ -92,7 +93,7 @@ class Shards:
                 self._places[parameter] = bucket, number
                 piece = parameter.data.new_empty(0)
                 self.pieces[parameter] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
-                setattr(self.pieces[parameter], _PIECE, True)
+                setattr(self.pieces[parameter], IS_PIECE, True)
             self._hold_whole(bucket, together([parameter.data for parameter in bucket.parameters]))
         self.release()
 

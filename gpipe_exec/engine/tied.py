@@ -9,6 +9,7 @@ parts are summed, so that each holds the whole gradient, and equal updates keep 
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -58,8 +59,8 @@ def tie(layers: Layers, names: Sequence[str], plan: Plan, device: torch.device) 
         holders = {plan.placement[stage_of[layer_of[name.split(".")[0]]]] for name in called}
         if len(holders) == 1:
             continue  # stages of one rank have the parameter itself in common
-        for replica in range(plan.replicas):
-            processes = tuple(sorted(plan.process(plan.pipeline.index(rank), replica) for rank in holders))
+        for replica, member in product(range(plan.replicas), range(plan.tensor)):
+            processes = tuple(sorted(plan.process(plan.pipeline.index(rank), replica, member) for rank in holders))
             if processes not in groups:
                 groups[processes] = make_group(processes, device)
                 if groups[processes] is not None:

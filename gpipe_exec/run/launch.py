@@ -24,12 +24,13 @@ from gpipe_exec.devices.autopsy import BUILD_S, beats_of, failure, where_ranks_s
 from gpipe_exec.devices.environment import STEADY, worker_environment
 from gpipe_exec.devices.supervision import FIRST_S, STARTING_S, Watched, ranks_of_this_machine
 from gpipe_exec.engine.shards import refuse_shards
+from gpipe_exec.engine.slices import refuse_tensor
 from gpipe_exec.layers import WorkloadError, build_workload, parameter_bytes
 from gpipe_exec.run.findings import predict_with_findings, write_prediction
 from gpipe_exec.run.records import gather, has_finished, steps_done
 from gpipe_sim.base.files import InputError, Problem, write_text
 from gpipe_sim.explain.predict import predict
-from gpipe_sim.plan.plan import Plan, only_one_pipeline, only_what_runs
+from gpipe_sim.plan.plan import Plan, only_one_pipeline, only_single_members, only_what_runs
 from gpipe_sim.runs.directory import Measured
 from gpipe_sim.scenario.schema import PythonModel
 
@@ -176,8 +177,11 @@ def check_runnable(plan: Plan, settings: Settings, num_machines: int = 1) -> Non
     only_what_runs(plan, "gpipe run")
     if settings.engine == "torch":
         only_one_pipeline(plan, "--engine torch")
+        only_single_members(plan, "--engine torch")
+    only_single_members(plan, "gpipe run")
     if settings.device != "rehearse":
         refuse_shards(plan)
+        refuse_tensor(plan)
     problems = [Problem("torch", "", "has no distributed support, expected a build with it")]
     if dist.is_available():
         problems = [*_device_problems(plan, settings, num_machines), *_endpoint_problems(settings.endpoint)]

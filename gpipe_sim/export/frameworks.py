@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from gpipe_sim.export import deepspeed, kubernetes, megatron, slurm, torchrun, torchtitan
 from gpipe_sim.export.words import Exported, Tool, Written, comment, differences, listed
 from gpipe_sim.make.planfile import order_of_plan
-from gpipe_sim.plan.plan import Plan, only_what_runs
+from gpipe_sim.plan.plan import Plan, only_single_members, only_what_runs
 from gpipe_sim.scenario.schema import Transformer
 
 Target = Literal["torchtitan", "megatron", "deepspeed", "slurm", "torchrun", "kubernetes", "csv"]
@@ -43,7 +43,9 @@ def export_plan(plan: Plan, target: Target, *, plan_path: str) -> Exported:
     if target == "csv":
         return _order(plan)
     writer, tool = _WRITERS[target]
-    only_what_runs(_but_for_what_is_said(plan, tool), f"export to {target}")
+    needed = _but_for_what_is_said(plan, tool)
+    only_what_runs(needed, f"export to {target}")
+    only_single_members(needed, f"export to {target}")
     written = writer(plan, plan_path)
     cannot = (*written.cannot, *(differences(plan, tool) if tool else ()))
     header = "\n".join(_header(plan, target, plan_path, cannot))

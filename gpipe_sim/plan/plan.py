@@ -144,17 +144,22 @@ class Plan:
 
     @property
     def _processes(self) -> Mesh:
-        """How processes are numbered: as devices are, without gaps, one for each rank."""
-        return Mesh(self.num_ranks, self.replicas, 1, self.dimensions)
+        """How processes are numbered: as devices are, without gaps."""
+        return Mesh(self.num_ranks, self.replicas, self.tensor, self.dimensions)
 
-    def process(self, position: int, replica: int = 0) -> int:
-        """The number of the process, of K D, that is this replica's rank at that position of the pipeline."""
-        return self._processes.number(self.ranks.index(self.pipeline[position]), replica)
+    def process(self, position: int, replica: int = 0, member: int = 0) -> int:
+        """The number of the process, of K D T, that is this replica's rank at that position of the pipeline, or a
+        member of its tensor group."""
+        return self._processes.number(self.ranks.index(self.pipeline[position]), replica) + member
 
     def place_of(self, process: int) -> tuple[int, int]:
         """The position and the replica of a process."""
         index, replica = self._processes.place(process)
         return self.pipeline.index(self.ranks[index]), replica
+
+    def member_of(self, process: int) -> int:
+        """Which of its tensor group a process is."""
+        return process % self.tensor
 
     @property
     def stages_per_rank(self) -> int:
@@ -418,12 +423,15 @@ def only_one_pipeline(plan: Plan, who: str) -> None:
         raise plan.scenario.error("plan.replicas", message)
 
 
+def only_single_members(plan: Plan, who: str) -> None:
+    """Refuse a plan with tensor groups where they are not known."""
+    if plan.tensor > 1:
+        message = f"found {plan.tensor}, expected 1: {who} does not know tensor groups yet"
+        raise plan.scenario.error("plan.tensor", message)
+
+
 def only_what_runs(plan: Plan, who: str) -> None:
     """Refuse what is predicted but neither executed nor exported yet."""
-    if plan.tensor > 1:
-        raise plan.scenario.error(
-            "plan.tensor", f"found {plan.tensor}, expected 1: {who} does not know tensor groups yet"
-        )
     if plan.scenario.precision == "mixed_fp32_gradients":
         message = f"found mixed_fp32_gradients, expected mixed or pure: {who} does not know it yet"
         raise plan.scenario.error("precision", message)

@@ -19,7 +19,7 @@ from typing import Any
 from gpipe_sim.base.files import Document, InputError
 from gpipe_sim.base.units import format_bytes, format_seconds
 from gpipe_sim.make.making import make_plan
-from gpipe_sim.plan.plan import Plan, only_what_runs
+from gpipe_sim.plan.plan import Plan, only_single_members, only_what_runs
 from gpipe_sim.scenario.reading import parse_scenario
 from gpipe_sim.scenario.schema import Scenario, is_order_file
 from gpipe_sim.search.advise import advise, describe, remedies
@@ -48,6 +48,7 @@ def plan_for_devices(plan: Plan, num_devices: int) -> Plan:
     if num_devices == plan.world:
         return plan
     only_what_runs(plan, "planning again")
+    only_single_members(plan, "planning again")
     if plan.scenario.cluster.groups:
         raise NoPlanError(
             f"{_change(plan, num_devices)}: which of cluster.groups are left is not known, "
