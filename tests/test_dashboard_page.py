@@ -394,6 +394,37 @@ def test_the_space_around_a_plan_shows_how_far_it_is_and_follows_the_knobs(page,
 
 
 def test_a_search_shows_how_far_it_is_follows_the_knobs_and_its_plan_can_be_taken(page, server):
+def test_a_plan_is_ringed_wherever_it_is_and_those_in_a_rectangle_are_kept(page, server):
+    visit(page, server, SMALL + "#space")
+    page.wait_for_selector("#heatmap .heatmaplayer image", state="attached")
+    page.wait_for_selector("#table .ag-row")
+    address = page.url
+    expect(page.locator("#space-progress")).to_be_empty()
+    quiet(page)
+    cells = page.locator("#heatmap .nsewdrag").first
+    cells.scroll_into_view_if_needed()
+    width = cells.bounding_box()["width"]
+    cells.hover(position={"x": width - 10, "y": 10})  # the upper right corner: most stages, most micro-batches
+    box = cells.bounding_box()
+    right, bottom = box["x"] + width, box["y"] + box["height"]
+    expect(page.locator("#heatmap .ring")).to_have_count(1)
+    expect(page.locator("#front .ring")).to_have_count(1)
+    page.mouse.down()
+    page.mouse.move(right - box["width"] * 2 / 7 + 3, bottom - 3, steps=4)  # two columns, with K = 1, 2 and 4
+    page.mouse.up()
+    expect(page.locator("#brushed")).to_contain_text("6 plans in the rectangle")
+    expect(page.locator("#table .ag-row")).to_have_count(6)
+    expect(page.locator("#heatmap .veil")).to_have_count(3 * 7 * 3 - 6)
+    page.locator("#table .ag-row", has_text="201").hover()
+    expect(page.locator("#heatmap .ring")).to_have_count(1)
+    quiet(page)
+    assert page.url == address  # the end of a drag is no click
+    page.keyboard.press("Escape")
+    expect(page.locator("#brushed")).to_be_empty()
+    expect(page.locator("#heatmap .veil")).to_have_count(0)
+    page.wait_for_function("() => document.querySelectorAll('#table .ag-row').length > 6")
+
+
     """On a slow machine a search may take a minute: its answer is waited for, and nothing takes its place."""
     small = "&set=batch=16&set=cluster.devices_per_node=4&set=plan.stages=2&set=plan.microbatches=4"
     visit(page, server, f"?scenario=demo{small}")

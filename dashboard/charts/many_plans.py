@@ -144,6 +144,7 @@ def facets(predictions: Sequence[Prediction], metric: Metric, here: Prediction) 
     chart.update_xaxes(title="micro-batches M", row=len(by_mode))
     chart.update_annotations(font_size=12)
     return chart
+        dragmode=False,  # the page's own: it keeps the plans in a rectangle
 
 
 def mode_of(prediction: Prediction) -> Checkpoint:
@@ -209,7 +210,7 @@ def time_memory(
         star = {"symbol": "star", "size": 13, "color": palette.CRITICAL}
         best = fastest(predictions)
         traces += [go.Scatter(points([best]), mode="markers", marker=star, name="best")] if best.fits else []
-    return figure(*traces, height=380, x=x, y=y)
+    return figure(*traces, height=380, x=x, y=y, **({} if here is None else {"dragmode": False}))
 
 
 def sweep_lines(predictions: Sequence[Prediction]) -> go.Figure:

@@ -81,6 +81,7 @@ SPACE_PROGRESS = "space-progress"
 SPACE_TICK = "space-tick"
 RECOMMEND = "recommend"
 ADVICE = "advice"
+BRUSHED = "brushed"
 SEARCH_TICK = "search-tick"
 
 PIN = "pin"

@@ -153,6 +153,13 @@ def space_panel() -> dmc.Stack:
             {"label": "bubble", "value": "bubble_fraction"},
             {"label": "peak memory", "value": "peak_memory_bytes"},
         ],
+_BRUSHED = {
+    "isExternalFilterPresent": {"function": "someKept()"},
+    "doesExternalFilterPass": {"function": "isKept(params.data)"},
+}
+"""Only the plans that `brush.js` keeps."""
+
+
         value="step_time_s",
         size="xs",
         **{"aria-label": "metric of the heat map"},
@@ -188,7 +195,17 @@ def space_panel() -> dmc.Stack:
                     graph(ids.MEMORY_BY_M, "memory by M"),
                 ),
             ),
-            card("Table", "Every plan of the heat map.", table(ids.TABLE, "plans to choose from", PLAN_COLUMNS)),
+            card(
+                "Table",
+                "Every plan of the heat map.",
+                html.Div(id=ids.BRUSHED, role="status"),
+                table(
+                    ids.TABLE,
+                    "plans to choose from",
+                    PLAN_COLUMNS,
+                    dashGridOptions=_BRUSHED,
+                ),
+            ),
         ]
     )
 
