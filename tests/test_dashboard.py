@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("dash", reason="the page needs dash: gpipe-planner[dashboard]")
 
-from dashboard.charts.many_plans import knee, time_memory
+from dashboard.charts.campaigns import goodput_by_interval
+from dashboard.charts.many_plans import facets, knee, time_memory
 from dashboard.jobs.archive import MAX_RUNS, unpack_run
 from dashboard.jobs.runs import Jobs, Progress, run_directory
 from dashboard.jobs.tasks import SupersededError, Task, Tasks
@@ -37,6 +38,7 @@ from dashboard.page.state import (
     with_plan,
 )
 from gpipe_sim.base.files import InputError, parse_yaml
+from dashboard.page.weeks_callbacks import train
 from gpipe_sim.explain.predict import predict
 from gpipe_sim.explain.waterfall import PARTS
 from gpipe_sim.make.making import make_plan
@@ -231,6 +233,8 @@ def test_exploring_leaves_out_what_makes_no_plan():
     assert [prediction.plan.num_microbatches for prediction in found] == [1, 2]
 
 
+    turned_back = state.with_settings(plan__stages="2").with_settings(plan__microbatches="32", plan__stages="4")
+    assert pinned(replace(turned_back, pins=without(state.pins, "a")), LIBRARY).pins == without(state.pins, "a")
 def test_the_knee_is_where_more_bandwidth_no_longer_helps():
     assert knee([1, 2, 4, 8], [10.0, 5.0, 2.04, 2.0]) == 4
     assert knee([1, 2], [1.0, 1.0]) is None
@@ -253,6 +257,29 @@ def test_a_scenario_from_a_browser_reads_no_file_of_the_server(tmp_path):
             current(State(text=text), LIBRARY)
     for base_state in (State(text=base), State(scenario="bubble")):
         for path, value in (
+def test_the_letters_in_a_heat_map_can_be_read_on_every_colour():
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    here = settled(State.from_query(SMALL, "demo"), LIBRARY)
+    found = around(here, LIBRARY)
+    chart = facets(found.plans, "step_time_s", found.here)
+    fits = next(trace for trace in chart.data if trace.name == "fits")
+    assert fits.textfont.color == "black"
+    colours = [colour for _, colour in chart.layout.coloraxis.colorscale]
+    assert min((luminance(colour) + 0.05) / 0.05 for colour in colours) >= 4.5
+
+
+def test_no_two_ticks_of_goodput_read_the_same():
+    state = State(scenario="demo", settings={"plan.stages": "8", "plan.microbatches": "16"})
+    campaign = train(state, LIBRARY, "1T")
+    shares = [tried.goodput for tried in campaign.intervals]
+    digits = re.fullmatch(r"\.(\d)%", goodput_by_interval(campaign).layout.yaxis.tickformat)[1]
+    assert 10 ** -(2 + int(digits)) <= (max(shares) - min(shares)) / 2
+
+
             ("profile", str(secret)),
             (" profile", str(secret)),
             ("model", f"{{kind: profile, path: {secret}}}"),

@@ -21,7 +21,7 @@ from dashboard.page.cards import once_more
 from dashboard.page.first_screen import about, move_cards, tiles, trying
 from dashboard.page.layout import DEFAULT
 from dashboard.page.moves import limit_sentence, what_next
-from dashboard.page.state import Library, State, command, current, on_screen, points, settled, text_of
+from dashboard.page.state import Library, State, command, current, is_same, on_screen, points, settled, text_of
 from dashboard.report import assumptions
 from gpipe_sim.base.files import InputError, Problem
 from gpipe_sim.base.units import format_seconds
@@ -198,7 +198,7 @@ def _ghost(state: State, library: Library) -> tuple[str, Step] | None:
     """The first pinned plan that is not on screen, to compare with."""
     here = settled(state, library).question.to_query()
     for name, pin in state.pins.items():
-        if pin != here and (found := _known(state_of(pin), library)) is not None:
+        if (found := _known(state_of(pin), library)) is not None and not is_same(found, here):
             return f"{name.upper()}, {format_seconds(found.step_time_s)}", found.step
     return None
 
