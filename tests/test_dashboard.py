@@ -25,6 +25,7 @@ from dashboard.page.first_screen import WORDS, about, tiles
 from dashboard.page.knobs import turned
 from dashboard.page.neighbourhood import around
 from dashboard.page.pins import differences, pinned, without
+from dashboard.page.ranges import drawing, ranges
 from dashboard.page.state import (
     MAX_CELLS,
     Library,
@@ -37,8 +38,9 @@ from dashboard.page.state import (
     text_of,
     with_plan,
 )
-from gpipe_sim.base.files import InputError, parse_yaml
 from dashboard.page.weeks_callbacks import train
+from gpipe_sim.base.files import InputError, parse_yaml
+from gpipe_sim.base.units import format_seconds
 from gpipe_sim.explain.predict import predict
 from gpipe_sim.explain.waterfall import PARTS
 from gpipe_sim.make.making import make_plan
@@ -121,6 +123,26 @@ batch: 16
 cluster: {device: {memory: 16 GiB}, link: {bandwidth: 10 GB/s}}
 plan: {stages: 4, microbatches: 8, checkpoint: never}
 """
+
+
+@pytest.mark.parametrize("scenario", ["bubble", "interleaved", "replicas"])
+def test_the_curve_of_a_knob_is_what_turning_it_comes_to(scenario):
+    here = settled(State(scenario=scenario), LIBRARY)
+    plan = current(here, LIBRARY).plan
+    curves = dict(ranges(here, LIBRARY, Task("curves")))
+    assert set(curves) >= set(ids.KNOBS) - {ids.STAGES_PER_RANK}
+    assert (ids.STAGES_PER_RANK in curves) == (scenario == "interleaved")
+    for knob, curve in curves.items():
+        values = [point.value for point in curve]
+        assert len(set(values)) == len(values)
+        told = drawing(knob, curve, None)["label"]
+        now = controls.shown(here, LIBRARY)[knob]  # of a link that is faster than its slider: the slider's end
+        assert now is None or now in values
+        for point in (curve[0], curve[-1]):
+            there = here if point.value == now else turned(here, plan, knob, point.value)
+            found = current(there, LIBRARY)
+            assert (point.step_time_s, point.fits) == (pytest.approx(found.step_time_s), found.fits), (knob, point)
+            assert format_seconds(point.step_time_s) in told
 
 
 def test_knobs_keep_ranks_stages_and_schedule_consistent():
@@ -211,6 +233,8 @@ def test_up_to_four_plans_are_pinned_and_the_same_one_only_once():
     for M in (4, 8, 8, 16, 32, 64):
         state = pinned(state.with_settings(plan__microbatches=str(M)), LIBRARY)
     assert list(state.pins) == ["a", "b", "c", "d"]
+    turned_back = state.with_settings(plan__stages="2").with_settings(plan__microbatches="32", plan__stages="4")
+    assert pinned(replace(turned_back, pins=without(state.pins, "a")), LIBRARY).pins == without(state.pins, "a")
     assert State.from_query(state.to_query(), "demo").pins == state.pins
     assert [current(State.from_query(pin, "demo"), LIBRARY).plan.num_microbatches for pin in state.pins.values()] == [
         4,
@@ -233,30 +257,6 @@ def test_exploring_leaves_out_what_makes_no_plan():
     assert [prediction.plan.num_microbatches for prediction in found] == [1, 2]
 
 
-    turned_back = state.with_settings(plan__stages="2").with_settings(plan__microbatches="32", plan__stages="4")
-    assert pinned(replace(turned_back, pins=without(state.pins, "a")), LIBRARY).pins == without(state.pins, "a")
-def test_the_knee_is_where_more_bandwidth_no_longer_helps():
-    assert knee([1, 2, 4, 8], [10.0, 5.0, 2.04, 2.0]) == 4
-    assert knee([1, 2], [1.0, 1.0]) is None
-
-
-def test_a_scenario_from_a_browser_reads_no_file_of_the_server(tmp_path):
-    secret = tmp_path / "profile.json"
-    secret.write_text("{}")
-    order = tmp_path / "order.csv"
-    order.write_text("0F0,0B0\n")
-    base = (shipped_scenarios() / "bubble.yaml").read_text()
-    for text in (
-        f"{base}\nprofile: {secret}\n",
-        f"name: x\nmodel: {{kind: profile, path: {secret}}}\nbatch: 1\n",
-        "name: x\nmodel: {kind: python, function: os:getcwd}\nbatch: 1\n",
-        base.replace("plan:\n", f"plan:\n  schedule: {order}\n"),
-        base.replace("plan:\n", f"plan:\n  schedule: [gpipe, {order}]\n"),
-    ):
-        with pytest.raises(InputError, match="files of the server"):
-            current(State(text=text), LIBRARY)
-    for base_state in (State(text=base), State(scenario="bubble")):
-        for path, value in (
 def test_the_letters_in_a_heat_map_can_be_read_on_every_colour():
     def luminance(colour: str) -> float:
         parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
@@ -280,6 +280,28 @@ def test_no_two_ticks_of_goodput_read_the_same():
     assert 10 ** -(2 + int(digits)) <= (max(shares) - min(shares)) / 2
 
 
+def test_the_knee_is_where_more_bandwidth_no_longer_helps():
+    assert knee([1, 2, 4, 8], [10.0, 5.0, 2.04, 2.0]) == 4
+    assert knee([1, 2], [1.0, 1.0]) is None
+
+
+def test_a_scenario_from_a_browser_reads_no_file_of_the_server(tmp_path):
+    secret = tmp_path / "profile.json"
+    secret.write_text("{}")
+    order = tmp_path / "order.csv"
+    order.write_text("0F0,0B0\n")
+    base = (shipped_scenarios() / "bubble.yaml").read_text()
+    for text in (
+        f"{base}\nprofile: {secret}\n",
+        f"name: x\nmodel: {{kind: profile, path: {secret}}}\nbatch: 1\n",
+        "name: x\nmodel: {kind: python, function: os:getcwd}\nbatch: 1\n",
+        base.replace("plan:\n", f"plan:\n  schedule: {order}\n"),
+        base.replace("plan:\n", f"plan:\n  schedule: [gpipe, {order}]\n"),
+    ):
+        with pytest.raises(InputError, match="files of the server"):
+            current(State(text=text), LIBRARY)
+    for base_state in (State(text=base), State(scenario="bubble")):
+        for path, value in (
             ("profile", str(secret)),
             (" profile", str(secret)),
             ("model", f"{{kind: profile, path: {secret}}}"),
