@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("dash", reason="the page needs dash: gpipe-planner[dashboard]")
 
-from dashboard.charts.many_plans import knee, time_memory
+from dashboard.charts.campaigns import goodput_by_interval
+from dashboard.charts.many_plans import facets, knee, time_memory
 from dashboard.jobs.archive import MAX_RUNS, unpack_run
 from dashboard.jobs.runs import Jobs, Progress, run_directory
 from dashboard.jobs.tasks import SupersededError, Task, Tasks
@@ -24,6 +25,7 @@ from dashboard.page.first_screen import WORDS, about, tiles
 from dashboard.page.knobs import turned
 from dashboard.page.neighbourhood import around
 from dashboard.page.pins import differences, pinned, without
+from dashboard.page.ranges import drawing, ranges
 from dashboard.page.state import (
     MAX_CELLS,
     Library,
@@ -36,7 +38,9 @@ from dashboard.page.state import (
     text_of,
     with_plan,
 )
+from dashboard.page.weeks_callbacks import train
 from gpipe_sim.base.files import InputError, parse_yaml
+from gpipe_sim.base.units import format_seconds
 from gpipe_sim.explain.predict import predict
 from gpipe_sim.explain.waterfall import PARTS
 from gpipe_sim.make.making import make_plan
@@ -119,6 +123,26 @@ batch: 16
 cluster: {device: {memory: 16 GiB}, link: {bandwidth: 10 GB/s}}
 plan: {stages: 4, microbatches: 8, checkpoint: never}
 """
+
+
+@pytest.mark.parametrize("scenario", ["bubble", "interleaved", "replicas"])
+def test_the_curve_of_a_knob_is_what_turning_it_comes_to(scenario):
+    here = settled(State(scenario=scenario), LIBRARY)
+    plan = current(here, LIBRARY).plan
+    curves = dict(ranges(here, LIBRARY, Task("curves")))
+    assert set(curves) >= set(ids.KNOBS) - {ids.STAGES_PER_RANK}
+    assert (ids.STAGES_PER_RANK in curves) == (scenario == "interleaved")
+    for knob, curve in curves.items():
+        values = [point.value for point in curve]
+        assert len(set(values)) == len(values)
+        told = drawing(knob, curve, None)["label"]
+        now = controls.shown(here, LIBRARY)[knob]  # of a link that is faster than its slider: the slider's end
+        assert now is None or now in values
+        for point in (curve[0], curve[-1]):
+            there = here if point.value == now else turned(here, plan, knob, point.value)
+            found = current(there, LIBRARY)
+            assert (point.step_time_s, point.fits) == (pytest.approx(found.step_time_s), found.fits), (knob, point)
+            assert format_seconds(point.step_time_s) in told
 
 
 def test_knobs_keep_ranks_stages_and_schedule_consistent():
@@ -209,6 +233,8 @@ def test_up_to_four_plans_are_pinned_and_the_same_one_only_once():
     for M in (4, 8, 8, 16, 32, 64):
         state = pinned(state.with_settings(plan__microbatches=str(M)), LIBRARY)
     assert list(state.pins) == ["a", "b", "c", "d"]
+    turned_back = state.with_settings(plan__stages="2").with_settings(plan__microbatches="32", plan__stages="4")
+    assert pinned(replace(turned_back, pins=without(state.pins, "a")), LIBRARY).pins == without(state.pins, "a")
     assert State.from_query(state.to_query(), "demo").pins == state.pins
     assert [current(State.from_query(pin, "demo"), LIBRARY).plan.num_microbatches for pin in state.pins.values()] == [
         4,
@@ -229,6 +255,29 @@ def test_exploring_leaves_out_what_makes_no_plan():
     state = State.from_query(SMALL, "demo")
     found = explore(state, LIBRARY, {"plan.microbatches": [1, 2, 10**6]})
     assert [prediction.plan.num_microbatches for prediction in found] == [1, 2]
+
+
+def test_the_letters_in_a_heat_map_can_be_read_on_every_colour():
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    here = settled(State.from_query(SMALL, "demo"), LIBRARY)
+    found = around(here, LIBRARY)
+    chart = facets(found.plans, "step_time_s", found.here)
+    fits = next(trace for trace in chart.data if trace.name == "fits")
+    assert fits.textfont.color == "black"
+    colours = [colour for _, colour in chart.layout.coloraxis.colorscale]
+    assert min((luminance(colour) + 0.05) / 0.05 for colour in colours) >= 4.5
+
+
+def test_no_two_ticks_of_goodput_read_the_same():
+    state = State(scenario="demo", settings={"plan.stages": "8", "plan.microbatches": "16"})
+    campaign = train(state, LIBRARY, "1T")
+    shares = [tried.goodput for tried in campaign.intervals]
+    digits = re.fullmatch(r"\.(\d)%", goodput_by_interval(campaign).layout.yaxis.tickformat)[1]
+    assert 10 ** -(2 + int(digits)) <= (max(shares) - min(shares)) / 2
 
 
 def test_the_knee_is_where_more_bandwidth_no_longer_helps():

@@ -251,6 +251,60 @@ def test_two_knobs_turned_at_once_both_count(page, server):
     expect(page.locator("#schedule")).to_have_value("1f1b")
 
 
+def test_a_knob_acts_while_it_is_dragged_and_is_turned_when_it_is_let_go(page, server):
+    visit(page, server, SMALL)
+    shown = step_time("bubble", "plan.microbatches=8")
+    shows_step_time(page, shown)
+    drawn(page)
+    thumb = page.locator("#latency [role=slider]")
+    thumb.scroll_into_view_if_needed()
+    box = thumb.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 190, y, steps=4)
+    expect(page.locator("#number-step-time")).not_to_have_text(shown)
+    page.wait_for_function(f"() => {TIMELINE}.data.stepTime > 0.2641")
+    assert "latency" not in page.url
+    page.mouse.move(x, y, steps=4)  # and back to where it was
+    shows_step_time(page, shown)
+    page.mouse.up()
+    quiet(page)
+    assert "latency" not in page.url
+    expect(page.get_by_role("button", name="Undo")).to_be_disabled()
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 170, y, steps=4)
+    page.mouse.up()
+    address_has(page, "latency")
+    quiet(page)
+    latency = page.evaluate("new URLSearchParams(location.search).getAll('set').find(s => s.includes('latency'))")
+    shows_step_time(page, step_time("bubble", "plan.microbatches=8", latency))
+
+
+def test_beneath_each_knob_is_the_step_time_over_its_range_from_which_a_value_is_chosen(page, server):
+    visit(page, server, SMALL)
+    shows_step_time(page, step_time("bubble", "plan.microbatches=8"))
+    curve = page.get_by_role("img", name=re.compile("step time over micro-batches M"))
+    expect(curve).to_have_attribute(
+        "aria-label", re.compile("M: 1: 768 ms, 2: 480 ms, 4: 336 ms, 8: 264 ms, 16: 228 ms")
+    )
+    curve.scroll_into_view_if_needed()
+    box = curve.bounding_box()
+    page.mouse.move(box["x"] + 3, box["y"] + 12)
+    page.mouse.down()
+    shows_step_time(page, "768 ms")
+    expect(page.locator("#microbatches")).to_have_value("8")
+    page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 12)
+    shows_step_time(page, "201 ms")
+    page.mouse.up()
+    expect(page.locator("#microbatches")).to_have_value("64")
+    address_has(page, "plan.microbatches%3D64")
+    shows_step_time(page, step_time("bubble", "plan.microbatches=64"))
+    schedules = page.locator("#spark-schedule")
+    expect(schedules).to_have_attribute("aria-label", re.compile("1f1b: 201 ms"))
+
+
 TIMELINE = "document.getElementById('gantt').timeline"
 
 
@@ -338,6 +392,37 @@ def test_a_click_on_the_heat_map_or_a_row_of_the_table_makes_it_the_plan_on_scre
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Space")
     address_has(page, "plan.stages%3D1&set=plan.microbatches%3D1&set=plan.checkpoint%3Dexcept_last")
+
+
+def test_a_plan_is_ringed_wherever_it_is_and_those_in_a_rectangle_are_kept(page, server):
+    visit(page, server, SMALL + "#space")
+    page.wait_for_selector("#heatmap .heatmaplayer image", state="attached")
+    page.wait_for_selector("#table .ag-row")
+    address = page.url
+    expect(page.locator("#space-progress")).to_be_empty()
+    quiet(page)
+    cells = page.locator("#heatmap .nsewdrag").first
+    cells.scroll_into_view_if_needed()
+    width = cells.bounding_box()["width"]
+    cells.hover(position={"x": width - 10, "y": 10})  # the upper right corner: most stages, most micro-batches
+    box = cells.bounding_box()
+    right, bottom = box["x"] + width, box["y"] + box["height"]
+    expect(page.locator("#heatmap .ring")).to_have_count(1)
+    expect(page.locator("#front .ring")).to_have_count(1)
+    page.mouse.down()
+    page.mouse.move(right - box["width"] * 2 / 7 + 3, bottom - 3, steps=4)  # two columns, with K = 1, 2 and 4
+    page.mouse.up()
+    expect(page.locator("#brushed")).to_contain_text("6 plans in the rectangle")
+    expect(page.locator("#table .ag-row")).to_have_count(6)
+    expect(page.locator("#heatmap .veil")).to_have_count(3 * 7 * 3 - 6)
+    page.locator("#table .ag-row", has_text="201").hover()
+    expect(page.locator("#heatmap .ring")).to_have_count(1)
+    quiet(page)
+    assert page.url == address  # the end of a drag is no click
+    page.keyboard.press("Escape")
+    expect(page.locator("#brushed")).to_be_empty()
+    expect(page.locator("#heatmap .veil")).to_have_count(0)
+    page.wait_for_function("() => document.querySelectorAll('#table .ag-row').length > 6")
 
 
 def click_point(page: Page, chart: str, trace: int, point: int) -> dict:
@@ -857,6 +942,11 @@ def test_the_page_is_readable_in_light_and_dark_and_at_both_widths(page, server)
             for width in (800, 1440):
                 page.set_viewport_size({"width": width, "height": 1000})
                 page.wait_for_function("() => document.documentElement.scrollWidth <= window.innerWidth + 1")
+        page.set_viewport_size({"width": 800, "height": 1000})
+        for tab in TABS:
+            page.locator(f"[role=tab][id$='tab-{tab}']").click()
+            expect(page.locator(f"[role=tabpanel][id$='panel-{tab}']")).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 1, tab
     finally:
         page.emulate_media(color_scheme="light")
         page.set_viewport_size({"width": 1440, "height": 1000})

@@ -1,5 +1,6 @@
 """Figures of a training of weeks: what its time goes to, how often to save, and how it spreads over seeds."""
 
+import math
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
@@ -43,7 +44,10 @@ def goodput_by_interval(campaign: Campaign) -> go.Figure:
         hovertemplate="saving every %{x:.3~g} min: %{y:.2%}<extra></extra>",
     )
     x = {"title": {"text": "minutes between two checkpoints"}, "type": "log"}
-    return figure(line, height=340, x=x, y={"title": {"text": "goodput"}, "tickformat": ".1%"})
+    shares = [tried.goodput for tried in campaign.intervals]
+    spread = max(shares) - min(shares)
+    digits = max(0, math.ceil(-math.log10(spread)) - 1) if spread > 0 else 1  # so that no two ticks read the same
+    return figure(line, height=340, x=x, y={"title": {"text": "goodput"}, "tickformat": f".{digits}%"})
 
 
 def days_by_seed(campaigns: Sequence[Campaign]) -> go.Figure:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, Literal
 
+import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from dashboard.charts.style import INK, MAX_TICKS, NO_LEGEND, RULE, figure, limit_line, memory_unit, time_unit
@@ -25,6 +27,10 @@ METRICS: Mapping[Metric, str] = {
 
 MODES: tuple[Checkpoint, ...] = ("never", "except_last", "always")
 """From the fastest to the smallest."""
+
+
+CELLS = sample_colorscale("Viridis", np.linspace(0.5, 1, 9))
+"""The colours of a heat map's cells: the half of their scale on which black letters can be read."""
 
 
 def _value(prediction: Prediction, metric: Metric) -> float:
@@ -89,7 +95,9 @@ def heatmap(predictions: Sequence[Prediction], metric: Metric, largest: float | 
     some_fit = any(prediction.fits for prediction in predictions)
     grey = [[0, "rgba(128,128,128,0.16)"], [1, "rgba(128,128,128,0.16)"]]  # muted on a light page and on a dark one
     return figure(
-        go.Heatmap(layer(True), colorscale="Viridis", colorbar=bar, showscale=some_fit, name="fits"),
+        go.Heatmap(
+            layer(True), colorscale=CELLS, colorbar=bar, showscale=some_fit, name="fits", textfont={"color": "black"}
+        ),
         go.Heatmap(layer(False), colorscale=grey, showscale=False, name="does not fit", textfont={"color": INK}),
         height=max(190, 90 + 46 * len(Ks)),
         x={"title": {"text": "micro-batches M"}, "type": "category", "showgrid": False},
@@ -133,9 +141,10 @@ def facets(predictions: Sequence[Prediction], metric: Metric, here: Prediction) 
     shared = figure(height=120 + 130 * len(by_mode), x={}, y={}).layout
     chart.update_layout({key: shared[key] for key in shared if key not in ("xaxis", "yaxis")})
     chart.update_layout(
-        coloraxis={"colorscale": "Viridis", "colorbar": bar, "showscale": any(one.fits for one in predictions)},
+        coloraxis={"colorscale": CELLS, "colorbar": bar, "showscale": any(one.fits for one in predictions)},
         showlegend=False,
         margin=dict(NO_LEGEND) | {"t": 24},
+        dragmode=False,  # the page's own: it keeps the plans in a rectangle
     )
     for axes, values in ((chart.update_xaxes, "num_microbatches"), (chart.update_yaxes, "num_ranks")):
         order = list(map(str, sorted({getattr(one.plan, values) for one in predictions})))
@@ -209,7 +218,7 @@ def time_memory(
         star = {"symbol": "star", "size": 13, "color": palette.CRITICAL}
         best = fastest(predictions)
         traces += [go.Scatter(points([best]), mode="markers", marker=star, name="best")] if best.fits else []
-    return figure(*traces, height=380, x=x, y=y)
+    return figure(*traces, height=380, x=x, y=y, **({} if here is None else {"dragmode": False}))
 
 
 def sweep_lines(predictions: Sequence[Prediction]) -> go.Figure:

@@ -47,6 +47,11 @@ class Task:
             raise SupersededError
         self.done += share
 
+    @property
+    def has_result(self) -> bool:
+        """Whether it came to its end, and was not left before; what was left is begun anew when it is asked for."""
+        return self.ended.is_set() and not isinstance(self.error, SupersededError)
+
     def value(self) -> Any:
         """What came out of it, or the error in which it ended."""
         if self.error is not None:
@@ -82,6 +87,14 @@ class Tasks:
                 self._tasks.popitem(last=False)[1].superseded.set()
         task.ended.wait(patience_s)
         return task
+
+    def leave(self, token: str, *kinds: str) -> None:
+        """End the page's work of these kinds, for something else; what is asked for again begins anew."""
+        with self._lock:
+            for kind in kinds:
+                if (task := self._tasks.get((token, kind))) is not None and not task.ended.is_set():
+                    task.superseded.set()
+                    del self._tasks[token, kind]
 
     def known(self, token: str, kind: str) -> Task | None:
         """The page's last work of this kind."""

@@ -16,7 +16,17 @@ from werkzeug.wrappers import Response
 from dashboard.jobs.archive import MAX_ARCHIVE
 from dashboard.jobs.runs import Jobs
 from dashboard.jobs.tasks import Tasks
-from dashboard.page import callbacks, downloads, gallery, pins, run_callbacks, space_callbacks, tour, weeks_callbacks
+from dashboard.page import (
+    callbacks,
+    downloads,
+    gallery,
+    pins,
+    range_callbacks,
+    run_callbacks,
+    space_callbacks,
+    tour,
+    weeks_callbacks,
+)
 from dashboard.page.layout import page
 from dashboard.page.state import Library
 from gpipe_sim.base.limits import shortened
@@ -54,7 +64,7 @@ def make_app(
     tasks = Tasks()
     for part in (pins, downloads):
         part.register(app, library)
-    for long in (callbacks, space_callbacks, weeks_callbacks):
+    for long in (callbacks, range_callbacks, space_callbacks, weeks_callbacks):
         long.register(app, library, tasks)
     for own in (tour, gallery):
         own.register(app)

@@ -21,7 +21,7 @@ from dashboard.page.cards import once_more
 from dashboard.page.first_screen import about, move_cards, tiles, trying
 from dashboard.page.layout import DEFAULT
 from dashboard.page.moves import limit_sentence, what_next
-from dashboard.page.state import Library, State, command, current, on_screen, points, settled, text_of
+from dashboard.page.state import Library, State, command, current, is_same, on_screen, points, settled, text_of
 from dashboard.report import assumptions
 from gpipe_sim.base.files import InputError, Problem
 from gpipe_sim.base.units import format_seconds
@@ -46,7 +46,7 @@ _SEGMENTS = (ids.CHECKPOINT, ids.RECOMPUTE, ids.SHARD)
 def register(app: dash.Dash, library: Library, tasks: Tasks) -> None:
     """Those of the address, the controls, the plan on screen and the scenario's text."""
     _register_browser(app)
-    _register_state(app, library)
+    _register_state(app, library, tasks)
     _register_plan(app, library, tasks)
     _register_text(app, library)
 
@@ -149,7 +149,7 @@ def _register_browser(app: dash.Dash) -> None:
 # --- the address and the controls ------------------------------------------------------------------------------------
 
 
-def _register_state(app: dash.Dash, library: Library) -> None:
+def _register_state(app: dash.Dash, library: Library, tasks: Tasks) -> None:
     @app.callback(
         Output(ids.URL, "search"),
         Output(ids.SHOWN, "data"),
@@ -171,6 +171,8 @@ def _register_state(app: dash.Dash, library: Library) -> None:
         *found, last_shown, last_drawn, token = given
         values = dict(zip(controls.CONTROLS, found, strict=True))
         turned = controls.turned_since(values, last_shown)
+        if turned:
+            tasks.leave(token, ids.MOVES, ids.RANGES)
         state = controls.steered(state_of(query), library, turned)
         with suppress(InputError):
             current(state, library, token)
@@ -179,11 +181,12 @@ def _register_state(app: dash.Dash, library: Library) -> None:
         address = state.to_query()
         chart: list[Any] = [no_update, no_update]
         if tab == ids.PLAN_TAB and address != last_drawn:
-            chart = [_timeline(state, library), address]
+            chart = [timeline_of(state, library), address]
         return [address if turned else no_update, wanted, *chart, *changes]
 
 
-def _timeline(state: State, library: Library) -> str:
+def timeline_of(state: State, library: Library) -> str:
+    """What the page's timeline draws of the plan on screen; nothing where there is none."""
     try:
         prediction = current(state, library)
     except InputError:
@@ -196,9 +199,9 @@ def _timeline(state: State, library: Library) -> str:
 
 def _ghost(state: State, library: Library) -> tuple[str, Step] | None:
     """The first pinned plan that is not on screen, to compare with."""
-    here = settled(state, library).question.to_query()
+    here = current(state, library)
     for name, pin in state.pins.items():
-        if pin != here and (found := _known(state_of(pin), library)) is not None:
+        if (found := _known(state_of(pin), library)) is not None and not is_same(found, here):
             return f"{name.upper()}, {format_seconds(found.step_time_s)}", found.step
     return None
 
@@ -263,8 +266,8 @@ def _register_plan(app: dash.Dash, library: Library, tasks: Tasks) -> None:
     def advise(history: list[str], ticks: int | None, token: str) -> tuple[Any, Any]:
         """What to change next, as it is found out."""
         state = state_of(history[-1])
-        task = tasks.ask(token, "moves", state.question, lambda task: what_next(state, library, task))
-        if not task.ended.is_set():
+        task = tasks.ask(token, ids.MOVES, state.question, lambda task: what_next(state, library, task))
+        if not task.has_result:
             return trying(task.done, task.total), once_more(ticks)
         try:
             return move_cards(task.value()), no_update

@@ -60,7 +60,7 @@ RUN_COLUMNS = (
 )
 
 
-def table(name: str, about: str, names: Iterable[str]) -> html.Div:
+def table(name: str, about: str, names: Iterable[str], **options: Any) -> html.Div:
     """Rows to sort and to choose from: with the mouse, or with the arrow keys and space."""
     grid = dag.AgGrid(
         id=name,
@@ -74,8 +74,12 @@ def table(name: str, about: str, names: Iterable[str]) -> html.Div:
             "wrapHeaderText": True,
             "autoHeaderHeight": True,
         },
-        dashGridOptions={"rowSelection": {"mode": "singleRow", "enableClickSelection": True, "checkboxes": False}},
+        dashGridOptions={
+            "rowSelection": {"mode": "singleRow", "enableClickSelection": True, "checkboxes": False},
+            **options.pop("dashGridOptions", {}),
+        },
         style={"height": 360},
+        **options,
     )
     label: Any = {"aria-label": about}
     return html.Div(grid, className="themed-grid", role="group", **label)

@@ -41,7 +41,7 @@ def _card(name: str, question: str, more: str) -> dmc.Paper:
         [
             dmc.Group([dmc.Text(name, size="sm", className="quiet"), button], justify="space-between"),
             dmc.Title(question or name, order=2, size="h5", mt=6),
-            dmc.Text(more, size="sm", className="quiet", mt=6),
+            dmc.Text(more, size="sm", className="quiet told", mt=6),
         ],
         withBorder=True,
         p="md",

@@ -63,6 +63,10 @@ KNOBS = (
     DEVICE,
 )
 
+DRAGGED = "dragged"
+PREVIEW = "preview"
+RANGES, RANGES_TICK = "ranges", "ranges-tick"
+
 CRITICAL = "critical"
 GANTT = "gantt"
 MEMORY = "memory"
@@ -77,6 +81,7 @@ BY_BANDWIDTH = "by-bandwidth"
 BUBBLE_BY_M = "bubble-by-m"
 MEMORY_BY_M = "memory-by-m"
 TABLE = "table"
+BRUSHED = "brushed"
 SPACE_PROGRESS = "space-progress"
 SPACE_TICK = "space-tick"
 RECOMMEND = "recommend"
@@ -130,7 +135,7 @@ ACCURACY = "accuracy"
 WEEKS_TICK, WEEKS_TOKENS, WEEKS_TOLD = "weeks-tick", "weeks-tokens", "weeks-told"
 WEEKS_LOSSES, WEEKS_INTERVALS, WEEKS_DAYS = "weeks-losses", "weeks-intervals", "weeks-days"
 
-TICKS = (SPACE_TICK, SEARCH_TICK, RUN_TICK, MOVES_TICK, WEEKS_TICK)
+TICKS = (SPACE_TICK, SEARCH_TICK, RUN_TICK, MOVES_TICK, WEEKS_TICK, RANGES_TICK)
 """Clocks of work that takes long: each ticks once for every answer that says that there is more to wait for."""
 
 PLAN_TAB, SPACE_TAB, PINNED_TAB, RUNS_TAB = "plan", "space", "pinned", "runs"
@@ -142,3 +147,8 @@ QUERY_TABS = (SPACE_TAB, PINNED_TAB, WEEKS_TAB, SCENARIO_TAB)
 def query_of(tab: str) -> str:
     """The store that holds the address's query while this tab is looked at, and the last one seen there otherwise."""
     return f"query-{tab}"
+
+
+def spark_of(knob: str) -> str:
+    """The curve beneath a knob: what a step takes over its range."""
+    return f"spark-{knob}"

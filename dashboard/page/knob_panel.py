@@ -66,9 +66,9 @@ def knobs(library: Library) -> dmc.Stack:
 
 
 def _explained(name: str, control: Any) -> dmc.Tooltip:
-    """With what it turns, shown when it is pointed at for a while."""
+    """With what it turns, shown when it is pointed at for a while, and the curve of its range."""
     return dmc.Tooltip(
-        html.Div(control),
+        html.Div([control, html.Div(id=ids.spark_of(name), className="spark")]),
         label=MEANINGS[name],
         multiline=True,
         w=240,
@@ -102,7 +102,8 @@ def _slider(name: str, low: int, high: int, step: float, marks: dict[int, str]) 
         step=step,
         marks=[{"value": value, "label": text} for value, text in marks.items()],
         label=None,
-        updatemode="mouseup",
+        updatemode="mouseup",  # meanwhile, knobs.js asks what the value under the pointer would come to
+        className="knob-slider",
         mb="lg" if marks else "xs",
         thumbLabel=f"{label}, logarithmic" if marks else label,
     )

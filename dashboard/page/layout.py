@@ -60,11 +60,20 @@ def page(library: Library, *, allow_run: bool, running: str | None = None) -> dm
     )
     stores = [dcc.Store(id=ids.TOKEN, data=secrets.token_urlsafe(16)), dcc.Store(id=ids.SHOWN)]
     stores += [dcc.Store(id=name) for name in (*map(ids.query_of, ids.QUERY_TABS), ids.DRAWN, ids.EDITED, ids.HISTORY)]
+    stores += [dcc.Store(id=name) for name in (ids.DRAGGED, ids.PREVIEW)]
     stores += [dcc.Store(id=ids.RUN_NAME, data=running), dcc.Store(id=ids.RUN_OPENED)]
     ticks = [dcc.Interval(id=name, interval=_TICK_MS, max_intervals=0) for name in ids.TICKS]
     skip = html.Button("Skip to the plan", id=ids.SKIP, className="skip")
     return dmc.MantineProvider(
-        [skip, dcc.Location(id=ids.URL, refresh=False), dcc.Download(id=ids.DOWNLOAD), *stores, *ticks, shell],
+        [
+            skip,
+            dcc.Location(id=ids.URL, refresh=False),
+            dcc.Download(id=ids.DOWNLOAD),
+            html.Div(id=ids.RANGES, hidden=True),
+            *stores,
+            *ticks,
+            shell,
+        ],
         id=ids.PROVIDER,
         theme={"primaryShade": 8},  # on which white letters have a contrast of 5 : 1
         defaultColorScheme="auto",
@@ -144,6 +153,13 @@ def plan_panel() -> dmc.Stack:
     )
 
 
+_BRUSHED = {
+    "isExternalFilterPresent": {"function": "someKept()"},
+    "doesExternalFilterPass": {"function": "isKept(params.data)"},
+}
+"""Only the plans that `brush.js` keeps."""
+
+
 def space_panel() -> dmc.Stack:
     """Everything around the plan on screen; a click on any point makes it the plan on screen."""
     metric = dmc.SegmentedControl(
@@ -164,7 +180,8 @@ def space_panel() -> dmc.Stack:
             html.Div(id=ids.SPACE_PROGRESS, role="status"),
             card(
                 "Ranks and micro-batches",
-                "For each checkpoint mode. × and grey: does not fit. Frame: the plan on screen; star: the best.",
+                "For each checkpoint mode. × and grey: does not fit. Frame: the plan on screen; star: the best. "
+                "Drag over some, here or below, to keep only those.",
                 metric,
                 graph(ids.HEATMAP, "map of K and M", 560),
             ),
@@ -188,7 +205,17 @@ def space_panel() -> dmc.Stack:
                     graph(ids.MEMORY_BY_M, "memory by M"),
                 ),
             ),
-            card("Table", "Every plan of the heat map.", table(ids.TABLE, "plans to choose from", PLAN_COLUMNS)),
+            card(
+                "Table",
+                "Every plan of the heat map.",
+                html.Div(id=ids.BRUSHED, role="status"),
+                table(
+                    ids.TABLE,
+                    "plans to choose from",
+                    PLAN_COLUMNS,
+                    dashGridOptions=_BRUSHED,
+                ),
+            ),
         ]
     )
 

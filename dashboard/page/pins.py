@@ -17,7 +17,7 @@ from dashboard.page.cards import card, still
 from dashboard.page.first_screen import choices
 from dashboard.page.knobs import link_of
 from dashboard.page.moves import limit_sentence
-from dashboard.page.state import PINS, Library, State, current, settled
+from dashboard.page.state import PINS, Library, State, current, is_same, settled
 from gpipe_sim.base.files import InputError
 from gpipe_sim.base.units import format_bandwidth, format_bytes, format_seconds
 from gpipe_sim.explain.predict import Prediction
@@ -70,11 +70,11 @@ def register(app: dash.Dash, library: Library) -> None:
 def pinned(state: State, library: Library) -> State:
     """With the plan on screen among the pins; one that is there already, or a fifth, changes nothing."""
     exact = settled(state, library)
-    query = exact.question.to_query()
     free = [name for name in PINS if name not in state.pins]
-    if not free or query in state.pins.values():
+    here = current(state, library)
+    if not free or any(is_same(here, pin) for pin in _known(state, library).values()):
         return state
-    return replace(exact, pins=dict(sorted({**state.pins, free[0]: query}.items())))
+    return replace(exact, pins=dict(sorted({**state.pins, free[0]: exact.question.to_query()}.items())))
 
 
 def without(pins: Mapping[str, str], name: str) -> dict[str, str]:

@@ -337,6 +337,12 @@ def _is_wanted(answer: _Answer) -> bool:
         return answer in _wanted.values()
 
 
+def is_same(one: Prediction, other: Prediction) -> bool:
+    """Whether both are of one plan, in whatever order its knobs were turned."""
+    scenarios = [replace(prediction.plan.scenario, swept={}) for prediction in (one, other)]
+    return scenarios[0] == scenarios[1]
+
+
 def settled(state: State, library: Library) -> State:
     """The state whose only point is the plan on screen: what was swept is set to the fastest's values."""
     best = current(state, library)

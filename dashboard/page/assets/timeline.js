@@ -748,7 +748,8 @@
       c.lineTo(end, level);
       c.lineTo(end, bottom);
       c.closePath();
-      c.fillStyle = most > d.limit ? "rgba(213,94,0,0.55)" : "rgba(122,81,149,0.55)";
+      const plain = this.paper[0] < 128 ? "rgba(178,140,205,0.7)" : "rgba(122,81,149,0.55)";
+      c.fillStyle = most > d.limit ? "rgba(213,94,0,0.55)" : plain;
       c.fill();
       c.fillStyle = "#D55E00";
       c.fillRect(GUTTER, y(d.limit), end - GUTTER, 1);
