@@ -1,5 +1,6 @@
 """What is exported, taken by the tools that it is for: `make targets` runs this where they are installed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 from test_export import transformer_plan
 
+from gpipe_sim.cost.transformer import transformer_layers
 from gpipe_sim.export.frameworks import export_plan
-from gpipe_sim.export.words import blocks_per_stage
 from gpipe_sim.make.planfile import order_of_plan
+from gpipe_sim.plan.plan import Plan
+from gpipe_sim.scenario.schema import Transformer
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -28,10 +31,11 @@ def needs(package: str) -> pytest.MarkDecorator:
     [
         {"balance": [4, 4], "schedule": "1f1b"},
         {"balance": [2, 2, 2, 2], "stages_per_rank": 2, "schedule": "interleaved_1f1b"},
+        {"balance": [3, 2, 1, 2], "stages_per_rank": 2, "schedule": "zb_v"},
         {"balance": [4, 4], "schedule": "gpipe", "backward": "reverse"},
         {"balance": [4, 4], "schedule": "1f1b", "checkpoint": "always"},
     ],
-    ids=["by name", "interleaved", "from a file", "recomputed"],
+    ids=["by name", "interleaved", "zero bubble", "from a file", "recomputed"],
 )
 def test_torchtitan_splits_schedules_and_computes_a_step_as_exported(tmp_path, choices):
     plan = transformer_plan(layers=5, **choices)
@@ -76,24 +80,46 @@ def test_deepspeed_runs_what_is_exported_with_the_gradients_of_one_process(tmp_p
     assert done.stdout.count("loss and gradients agree") == plan.world
 
 
-@needs("megatron.core")
-@pytest.mark.parametrize("balance", [[3, 2, 3], [2, 4, 2], [4, 2, 2]])
-def test_megatron_core_builds_its_configuration_from_the_exported_layout(balance):
-    from megatron.core.transformer import TransformerConfig
+LLAMA = {"kv_heads": 2, "norm": "rms", "gated": True, "positions": "rotary"}
+CLASSIC = {"attention": "classic"}
 
-    plan = transformer_plan(layers=5, balance=balance)
-    text = export_plan(plan, "megatron", plan_path="plan.yaml").text
-    script = text + '\nprintf "%s\\n" "${PLAN_ARGS[@]}"'
-    flags = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\n")
-    layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
-    config = TransformerConfig(
-        num_layers=5,
-        hidden_size=64,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=plan.num_ranks,
-        pipeline_dtype="float32",
-        pipeline_model_parallel_layout=layout,
-    )
-    parsed = config.pipeline_model_parallel_layout.layout
-    blocks = tuple(sum(layer.name == "decoder" for layer in rank[0]) for rank in parsed)
-    assert blocks == blocks_per_stage(plan, plan.scenario.model)
+
+@needs("megatron.core")
+@pytest.mark.parametrize(
+    ("choices", "model", "general"),
+    [
+        ({"balance": [5, 3], "checkpoint": "always"}, {}, {}),
+        ({"balance": [2, 4, 2], "batch": 16}, LLAMA, {"dtype": "bf16"}),
+        ({"balance": [2, 1, 2, 3], "stages_per_rank": 2, "schedule": "interleaved_1f1b"}, {}, {}),
+        (
+            {"balance": [4, 4], "tensor": 2, "checkpoint": "always", "recompute_unit": "attention"},
+            CLASSIC,
+            {"dtype": "bf16", "precision": "mixed_fp32_gradients"},
+        ),
+        ({"balance": [4, 4], "replicas": 2, "shard": "optimizer", "batch": 16}, {}, {"dtype": "fp32"}),
+    ],
+    ids=["recomputed", "llama", "interleaved", "tensor groups, attention recomputed", "replicas"],
+)
+def test_megatron_core_builds_configurations_and_models_of_the_planned_size_from_the_exported_flags(
+    tmp_path, choices, model, general
+):
+    shape = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32} | model
+    plan = transformer_plan(layers=5, general={"model": shape} | general, **choices)
+    script = export_plan(plan, "megatron", plan_path="plan.yaml").text + '\nprintf "%s\\n" "${PLAN_ARGS[@]}"'
+    flags = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    (tmp_path / "told.json").write_text(json.dumps({"flags": flags, "parameters": parameters_of(plan)}))
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.world)]
+    done = subprocess.run(
+        [*ranks, WORKERS / "megatron_model.py", tmp_path / "told.json"],
+        capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("parameters agree") == plan.world
+
+
+def parameters_of(plan: Plan) -> list[int]:
+    """How many parameters each stage has."""
+    model = plan.scenario.model
+    assert isinstance(model, Transformer)
+    counts = [layer.parameters for layer in transformer_layers(model, plan.dtype)]
+    return [sum(counts[stage]) for stage in plan.stages]

@@ -28,7 +28,8 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 PROVEN: dict[Target, str] = {
     "torchtitan": "torchtitan 0.3.0 has taken it: configuration, split, schedule and a step on two CPUs; its trainer "
     "needs a GPU and has not run",
-    "megatron": "megatron-core 0.16.1 has built its configuration from the layout; its training has not run",
+    "megatron": "megatron-core 0.16.1 has built its configurations from the flags, and each rank's model with as many "
+    "parameters as planned; its training has not run",
     "deepspeed": "DeepSpeed 0.19.8 has run it on CPUs, with and without replicas, with the gradients of one process",
     "slurm": "it has run on two nodes that one machine stood in for, without Slurm itself",
     "torchrun": "it has run on two nodes that one machine stood in for",
