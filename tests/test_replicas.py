@@ -440,4 +440,4 @@ def test_the_planner_counts_the_bytes_of_weights_as_the_memory_does(shard):
 
 def test_numbers_of_replicas_that_are_left_out_are_one():
     space = space_of(list(parse_scenario(Document("test.yaml", to_choose_from("4000 B")))))
-    assert space.frames == ((1, "none"),)
+    assert space.frames == ((1, "none", ("tensor", "data", "pipeline")),)

@@ -58,7 +58,9 @@ class Replicas:
             )
             ways = [numbers.movedim(dimension, 0).flatten(1).T.tolist() for dimension in range(3)]
             pp, dp, tp = (_own(make_groups(groups, device)) for groups in ways)
-            self._made = {group for pair in (pp, dp, tp) for group in pair}
+            # The tensor group stays for the life of the process: what DTensor has once worked out for a mesh of these
+            # processes it keeps, with the name of that mesh's group, also for the meshes of later pipelines.
+            self._made = {group for pair in (pp, dp) for group in pair}
             self.pipeline, self.pipeline_on_host = pp
             if plan.replicas > 1:
                 self.alike, self._alike_on_host = dp
