@@ -39,6 +39,7 @@ from gpipe_sim.plan.plan import Plan
 from gpipe_sim.runs.compare import Comparison, compare_run
 from gpipe_sim.runs.directory import load_run
 from gpipe_sim.scenario.catalog import Link
+from gpipe_sim.scenario.mesh import MESSAGES_INSIDE
 from gpipe_sim.scenario.reading import parse_scenario
 from gpipe_sim.scenario.schema import Scenario
 
@@ -57,7 +58,7 @@ class Point:
     """One run."""
 
     what: str
-    """Which question it belongs to: grid, knee, hosts, shared, cpu."""
+    """Which question it belongs to: grid, knee, hosts, shared, cpu, replicas, copies."""
     rate: float
     """Bits per second of every cable."""
     message_bytes: float = 4 * MB
@@ -65,10 +66,18 @@ class Point:
     stages: int = 2
     hosts: int = 2
     placement: tuple[int, ...] | None = None
+    replicas: int = 1
+    weight_bytes: float = 0.0
+    """Of each rehearsed layer, which are what replicas sum: as many bytes."""
 
     @property
     def device(self) -> str:
-        return "cpu" if self.what == "cpu" else "rehearse"
+        return "cpu" if self.what in ("cpu", "copies") else "rehearse"
+
+    @property
+    def per_host(self) -> int:
+        """Ranks of all replicas."""
+        return self.stages * self.replicas // self.hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +107,19 @@ def points(*, quick: bool) -> list[Point]:
     cpu = [
         Point(what="cpu", rate=rate * MBIT, overlap=overlap) for rate in (100, 300, 1000) for overlap in (True, False)
     ]
-    return [*grid, *knee, *more, *shared, *cpu]
+    return [*grid, *knee, *more, *shared, *cpu, *_replicated()]
+
+
+def _replicated() -> list[Point]:
+    """Copies of a pipeline that sum 16 MB for each stage: a host for each rank, or for all ranks of a copy, whose sums
+    then share its cable; and copies that compute."""
+    found = []
+    for rate in (1000 * MBIT, 10000 * MBIT):
+        for D, K, hosts in ((2, 1, 2), (4, 1, 4), (2, 2, 4), (2, 2, 2), (4, 2, 4)):
+            sizes = {"message_bytes": 0.1 * MB, "weight_bytes": 16 * MB}
+            found.append(Point(what="replicas", rate=rate, replicas=D, stages=K, hosts=hosts, **sizes))
+        found.append(Point(what="copies", rate=rate, replicas=2, stages=1))
+    return found
 
 
 def _shared(rate: float, *, overlap: bool) -> Point:
@@ -114,18 +135,19 @@ def scenario_of(point: Point, network: Link, profile: Path | None = None) -> Sce
         "forward": f"{ACTION_S!r} s",
         "backward": f"{ACTION_S!r} s",
         "output": f"{point.message_bytes!r} B",
+        "parameters": f"{point.weight_bytes!r} B",
     }
     is_cpu = point.device == "cpu"
     probed = {"bandwidth": f"{float(network.bandwidth)!r} B/s", "latency": f"{float(network.latency)!r} s"}
     data: dict[str, Any] = {
         "name": point.what,
         "model": TRANSFORMER if is_cpu else {"kind": "layers", "layers": [layer]},
-        "batch": TRANSFORMER_SAMPLES if is_cpu else NUM_MICROBATCHES,
+        "batch": point.replicas * (TRANSFORMER_SAMPLES if is_cpu else NUM_MICROBATCHES),
         "dtype": "fp32",
         "cluster": {
             "device": "cpu",
             "nodes": point.hosts,
-            "devices_per_node": point.stages // point.hosts,
+            "devices_per_node": point.per_host,
             "link": probed,
             "network": probed,
             "overlap": point.overlap,
@@ -134,6 +156,9 @@ def scenario_of(point: Point, network: Link, profile: Path | None = None) -> Sce
             "stages": point.stages,
             "microbatches": NUM_MICROBATCHES,
             "checkpoint": "never",
+            "replicas": point.replicas,
+            # What shares a host: the ranks of a copy.
+            "order": list(MESSAGES_INSIDE),
             **({"placement": list(point.placement)} if point.placement else {}),
         },
     }
@@ -252,8 +277,9 @@ def result_of(point: Point, comparison: Comparison) -> Result:
 
 def show(result: Result) -> None:
     p = result.point
-    what = f"{p.what:6} K={p.stages} on {p.hosts} hosts {p.rate / MBIT:6.0f} Mbit/s "
-    what += f"{p.message_bytes / MB:.0f} MB" if p.device == "rehearse" else "0.5 MB computed"
+    copies = f"D={p.replicas} " if p.replicas > 1 else ""
+    what = f"{p.what:6} {copies}K={p.stages} on {p.hosts} hosts {p.rate / MBIT:6.0f} Mbit/s "
+    what += f"{max(p.message_bytes, p.weight_bytes) / MB:.0f} MB" if p.device == "rehearse" else "0.5 MB computed"
     mode = "overlapped" if p.overlap else "blocking"
     print(
         f"{what} {mode:10} {result.predicted_s * 1e3:7.0f} {result.measured_s * 1e3:7.0f} ms {result.error:+6.1%} "
@@ -268,6 +294,8 @@ TITLES = {
     "hosts": "three and four hosts",
     "shared": "two ranks behind one NIC",
     "cpu": "two hosts that compute",
+    "replicas": "replicas, rehearsed",
+    "copies": "replicas that compute",
 }
 
 
@@ -332,7 +360,7 @@ def main() -> None:
         for rate in sorted({p.rate for p in chosen}):
             hosts.set_rate(rate)
             here = [p for p in chosen if p.rate == rate]
-            network = runner.probe(max(p.message_bytes for p in here))
+            network = runner.probe(max(max(p.message_bytes, p.weight_bytes) for p in here))
             found = f"{network.bandwidth / MB:.1f} MB/s, {network.latency * 1e6:.0f} us"
             print(f"       {rate / MBIT:6.0f} Mbit/s probed as {found}", flush=True)
             for point in here:

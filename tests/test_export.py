@@ -173,6 +173,19 @@ def test_another_release_of_torchtitan_is_refused():
         titan(transformer_plan(), release="0.2.1")
 
 
+def test_an_order_of_dimensions_and_a_fused_loss_are_said_to_those_who_know_them():
+    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32}
+    order = ["tensor", "pipeline", "data"]
+    plan = transformer_plan(general={"model": model | {"fused_loss": True}}, batch=16, replicas=2, order=order)
+    assert "--use-tp-pp-dp-mapping" in megatron(plan)
+    assert "--cross-entropy-loss-fusion" in megatron(plan)
+    for target in ("torchtitan", "deepspeed"):
+        assert "The loss is not said to be fused" in said(plan, target)
+        assert "what shares a node is not as the plan has it" in said(plan, target)
+    plain = transformer_plan(batch=16, replicas=2)
+    assert not {"--use-tp-pp-dp-mapping", "--cross-entropy-loss-fusion"} & set(megatron(plain))
+
+
 def test_megatron_has_the_plans_numbers_under_its_flags():
     flags = " ".join(megatron(transformer_plan(checkpoint="always", general={"dtype": "bf16"})))
     assert flags == (

@@ -208,3 +208,11 @@ def test_a_model_takes_six_flops_per_weight_and_token_beside_attention():
     model = transformer(norm="rms", vocab=100)
     weights = num_parameters(model) - 100 * 2048 - 5 * 2048  # neither a lookup nor norms are products
     assert flops_per_sample(model) == 6 * 1024 * weights + 2 * 12 * 1024**2 * 2048
+
+
+def test_a_fused_loss_keeps_the_logits_and_nothing_beside_them():
+    plain, fused = (transformer_layers(transformer(fused_loss=fused), "bf16")[-1] for fused in (False, True))
+    tokens = 2 * transformer().sequence * transformer().vocab
+    assert (plain.saved_bytes, plain.output_bytes, plain.workspace_bytes) == (2 * tokens, tokens, tokens)
+    assert (fused.saved_bytes, fused.output_bytes, fused.workspace_bytes) == (tokens, 0, 0)
+    assert (plain.flops, plain.parameters) == (fused.flops, fused.parameters)

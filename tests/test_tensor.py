@@ -120,6 +120,22 @@ def test_gradients_in_fp32_take_eighteen_bytes_for_a_weight():
     assert held == pytest.approx(18 * first)
 
 
+def test_instead_of_gradients_in_fp32_autograd_gets_tensors_of_a_blocks_weights():
+    whole, sliced = (gpt(precision="mixed_fp32_gradients", tensor=tensor).profile for tensor in (1, 2))
+    plain = gpt(precision="mixed").profile
+    size = plain.sizes[0]
+    for name in ("workspace_backward_bytes", "workspace_accumulate_bytes"):
+        column = getattr(whole.at(size), name)
+        usual = plain.at(size).workspace_backward_bytes
+        if name == "workspace_accumulate_bytes":  # gradients are added to what is there, and not made beside it
+            usual = usual - 2 * whole.parameter_bytes
+        more = column - usual
+        assert more[0] == 0
+        assert more[1:-1] == pytest.approx(whole.parameter_bytes[1])
+        assert more[-1] == pytest.approx(whole.parameter_bytes[1] + whole.parameter_bytes[-1])
+    assert sliced.parameter_bytes[1] == pytest.approx(whole.parameter_bytes[1] / 2, rel=0.01)
+
+
 def test_a_plan_file_says_it():
     made = gpt(tensor=4, stages=2, checkpoint="always", recompute_unit="attention")
     again = parse_plan(parse_yaml(plan_text(made), "plan.yaml"))
@@ -176,8 +192,12 @@ def test_a_profile_is_of_one_size_of_groups(tmp_path):
 
 
 def test_what_nothing_executes_yet_is_refused_where_it_would_run():
-    with pytest.raises(InputError, match=r"precision: found .* gpipe run does not know"):
-        only_what_runs(gpt(precision="mixed_fp32_gradients"), "gpipe run")
+    for choices, field in (
+        ({"precision": "mixed_fp32_gradients"}, "precision"),
+        ({"model": {"fused_loss": True}}, "model.fused_loss"),
+    ):
+        with pytest.raises(InputError, match=f"{field}: found .* gpipe run does not know"):
+            only_what_runs(gpt(**choices), "gpipe run")
     with pytest.raises(InputError, match=r"plan.tensor: found 2, expected 1: --engine torch does not know"):
         only_single_members(gpt(tensor=2), "--engine torch")
 

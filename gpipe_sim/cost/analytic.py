@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpipe_sim.base.arrays import Array
 from gpipe_sim.base.limits import shortened
 from gpipe_sim.cost.collectives import sliced_collectives_s, sliced_layers, tensor_group
 from gpipe_sim.cost.profile import Profile, column, is_file, load_profile
@@ -104,6 +105,9 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
     gradients = parameters[:, None] * per_parameter.gradient
     added_at_once = scenario.precision == "mixed_fp32_gradients"  # to what is there, by the kernel that makes them
     adding = workspace - gradients if added_at_once else workspace
+    instead = np.zeros_like(parameters)[:, None]
+    if added_at_once:
+        instead = _instead_of_gradients(parameters * per_parameter.weight)
     update_bytes = 2 * per_parameter.weight + per_parameter.gradient + 2 * per_parameter.optimizer
     return Profile(
         source="analytic",
@@ -118,8 +122,8 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
             "output_bytes": column(layer.output_bytes for layer in layers) * n,
             "workspace_no_grad_bytes": workspace,
             "workspace_forward_bytes": np.zeros_like(workspace),
-            "workspace_backward_bytes": workspace,
-            "workspace_accumulate_bytes": adding,
+            "workspace_backward_bytes": workspace + instead,
+            "workspace_accumulate_bytes": adding + instead,
             "backward_inputs_s": backward - backward_weights + collectives,
             "backward_weights_s": backward_weights,
             "kept_bytes": kept,
@@ -135,6 +139,19 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
         optimizer_s=parameters * update_bytes / device.bandwidth,
         input_bytes=8.0 * model.sequence,  # token numbers as int64
     )
+
+
+def _instead_of_gradients(weights: Array) -> Array:
+    """What kernels that add gradients up in fp32 hand to autograd in their stead: tensors as large as the weights, in
+    their dtype. Those of a block are used by all blocks and never freed (Transformer Engine's `get_dummy_wgrad`), so
+    that the norm and the head find them too; the head's is there while its gradients are made (Megatron-LM). That a
+    rank may have the head and no block is neglected.
+    """
+    block = weights[1]
+    found = np.full(len(weights), block)
+    found[0], found[-1] = 0.0, block + weights[-1]
+    column_of_it: Array = found[:, None]
+    return column_of_it
 
 
 def _layers_profile(scenario: Scenario, model: Layers, sizes: tuple[int, ...]) -> Profile:

@@ -156,9 +156,10 @@ def transformer_layers(model: Transformer, dtype: DType) -> list[Layer]:
         name="head",
         parameters=V * h,
         flops=2 * s * h * V,
-        saved_bytes=max(4, d) * s * V,  # logits in at least fp32 for the loss (Korthikanti et al., section 4.3)
-        output_bytes=d * s * V,
-        workspace_bytes=d * s * V,
+        # Logits in at least fp32 for the loss (Korthikanti et al., section 4.3), or their gradients in their place.
+        saved_bytes=(d if model.fused_loss else max(4, d)) * s * V,
+        output_bytes=0 if model.fused_loss else d * s * V,
+        workspace_bytes=0 if model.fused_loss else d * s * V,
         kernels=3,
         weights_share=0.5,
         kept_bytes=d * s * h + d * s * V,

@@ -2,9 +2,9 @@
 
     set           fitted                                                      judged
     ----------------------------------------------------------------------------------------------------------------
-    korthikanti   22B and 175B, with vTrain's 3.6B: `A100`, five parameters    nothing
-    vtrain        3.6B, as above                                               18.4B and 39.1B
-    simumax       four micro-batches: `B200`, two parameters                   8 and 32 micro-batches; memory of all
+    korthikanti   22B and 175B, with vTrain's 3.6B: `A100`, five parameters    530B and 1T
+    vtrain        3.6B, as above                                               18.4B, 39.1B and 175B
+    simumax       70B, four micro-batches: `B200`, two parameters              70B, 8 and 32; 405B; memory of all
     sailor        nothing: its layers were timed by those who published it     everything
 
 A parameter is what a device or link attains of its peak; the rest follows from shapes. They were fitted once to the
@@ -169,7 +169,7 @@ def korthikanti_runs(at: Attained = A100) -> Iterator[Run]:
                 set_name="korthikanti",
                 name=f"{row['model']}, {'all' if unit == 'layer' else 'attention'} recomputed",
                 measured=row[column],
-                is_fitted=True,
+                is_fitted=row["model"] in ("22B", "175B"),
                 plan=partial(plan, row, unit),
             )
 
@@ -212,24 +212,25 @@ def simumax_runs(at: Attained = B200) -> Iterator[Run]:
             "replicas": row["replicas"],
             "shard": "optimizer",
             "checkpoint": "never",
-            "balance": _equal_blocks(12, row["pipeline"]),
+            "balance": _equal_blocks(row["layers"], row["pipeline"]),
         }
-        model = {"kind": "transformer", "preset": "llama-3-70b", "layers": 12, "sequence": 4096, "causal": True}
+        shape = {"preset": row["model"], "layers": row["layers"], "sequence": 4096}
+        model = {"kind": "transformer", "causal": True, "fused_loss": True} | shape
         return _plan(model, row["replicas"] * row["microbatches"], at.cluster(1, 1), chosen)
 
     for row in _rows("simumax"):
-        name = f"T={row['tensor']} D={row['replicas']} K={row['pipeline']}, {row['microbatches']} micro-batches"
-        made = partial(plan, row)
-        fitted, ms = row["microbatches"] == 4, 1e-3
+        mesh = f"T={row['tensor']} D={row['replicas']} K={row['pipeline']}"
+        name = f"{row['model']}, {mesh}, {row['microbatches']} micro-batches"
+        made, few, ms = partial(plan, row), row["microbatches"] == 4, 1e-3
         yield Run(
             set_name="simumax",
             name=name,
             measured=row["real_ms"] * ms,
             own=row["own_ms"] * ms,
-            is_fitted=fitted,
+            is_fitted=few and row["model"] == "llama-3-70b",
             plan=made,
         )
-        if fitted:  # memory is the same for any number of micro-batches, and was published once
+        if few:  # memory is the same for any number of micro-batches, and was published once
             yield Run(
                 set_name="simumax memory",
                 name=name,

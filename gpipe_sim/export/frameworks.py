@@ -60,6 +60,8 @@ def _but_for_what_is_said(plan: Plan, tool: Tool | None) -> Plan:
     scenario = plan.scenario
     has_groups = tool.groups and isinstance(scenario.model, Transformer)
     scenario = replace(scenario, precision="mixed")
+    if isinstance(scenario.model, Transformer):
+        scenario = replace(scenario, model=scenario.model.model_copy(update={"fused_loss": False}))
     return replace(plan, scenario=scenario, recompute_unit="layer", tensor=1 if has_groups else plan.tensor)
 
 

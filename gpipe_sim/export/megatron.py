@@ -15,6 +15,7 @@ TOOL = Tool(
     shards=("none", "optimizer"),
     precisions=("mixed", "mixed_fp32_gradients"),
     groups=True,
+    fused_loss=True,
     orders=True,
 )
 
@@ -42,6 +43,7 @@ def write(plan: Plan, plan_path: str) -> Written:
         flags += [f"--max-position-embeddings {model.num_positions or model.sequence}"]
         flags += [f"--position-embedding-type {'learned_absolute' if model.num_positions else 'rope'}"]
         flags += _shape(model)
+        flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te"] if model.fused_loss else []
         flags += ["--attention-backend unfused"] if model.attention == "classic" else []
         flags += [] if equal else [f"--pipeline-model-parallel-layout '{_layout(blocks)}'"]
         if plan.num_stages > 1 and plan.balance[-1] == 1:

@@ -44,6 +44,8 @@ class Tool(NamedTuple):
     """Of 16 bits."""
     groups: bool
     """Whether it knows tensor groups."""
+    fused_loss: bool = False
+    """Whether the loss may be computed where the logits are."""
     orders: bool = False
     """Whether the ranks of a replica may be numbered before its replicas."""
 
@@ -74,6 +76,8 @@ def differences(plan: Plan, tool: Tool) -> Iterator[str]:
         yield f"There is no {plan.dtype}: {_NEAREST[plan.dtype]} is written."
     if plan.scenario.optimizer not in tool.optimizers:
         yield f"There is no optimizer {plan.scenario.optimizer}: adam, whose state is larger, takes its place."
+    if isinstance(plan.scenario.model, Transformer) and plan.scenario.model.fused_loss and not tool.fused_loss:
+        yield "The loss is not said to be fused: logits and their gradients may need more memory on the last rank."
     if plan.mesh.messages_inside and not tool.orders:
         yield "Processes are numbered with replicas first, then ranks: what shares a node is not as the plan has it."
     if plan.pipeline != tuple(range(plan.num_ranks)):

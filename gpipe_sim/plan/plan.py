@@ -18,7 +18,16 @@ from gpipe_sim.plan.order import Order
 from gpipe_sim.plan.stages import boundary_bytes, microbatch_sizes, recomputed, stage_seconds, sum_by_stage
 from gpipe_sim.scenario.catalog import DType, Link
 from gpipe_sim.scenario.mesh import SUMS_INSIDE, Dimensions, Mesh
-from gpipe_sim.scenario.schema import MEASURED, BackwardOrder, Checkpoint, Recompute, RecomputeUnit, Scenario, Shard
+from gpipe_sim.scenario.schema import (
+    MEASURED,
+    BackwardOrder,
+    Checkpoint,
+    Recompute,
+    RecomputeUnit,
+    Scenario,
+    Shard,
+    Transformer,
+)
 
 _MOST_ROWS = 64
 """Stages that a notebook's chart shows."""
@@ -435,6 +444,9 @@ def only_what_runs(plan: Plan, who: str) -> None:
     if plan.scenario.precision == "mixed_fp32_gradients":
         message = f"found mixed_fp32_gradients, expected mixed or pure: {who} does not know it yet"
         raise plan.scenario.error("precision", message)
+    if isinstance(plan.scenario.model, Transformer) and plan.scenario.model.fused_loss:
+        message = f"found true, expected false: {who} does not know it, and keeps logits and their gradients"
+        raise plan.scenario.error("model.fused_loss", message)
 
 
 @lru_cache(maxsize=1024)  # thousands of plans of a search have the same few placements

@@ -113,6 +113,9 @@ class Transformer(Strict):
     """Tokens in the vocabulary: rows of the embedding, and of the head."""
     tied: bool = False
     """Whether the head's weights are the embedding's: counted once, held by the first stage and by the last."""
+    fused_loss: bool = False
+    """Whether one kernel turns the logits into their gradients where they are (fused cross entropy), so that neither a
+    copy of them in fp32 is kept nor gradients beside them."""
     sequence: Count
     """Tokens in a sample."""
     attention: Literal["classic", "flash"] = "flash"
