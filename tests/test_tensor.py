@@ -7,6 +7,7 @@ from plans import plan, scenario
 from gpipe_sim.base.files import InputError, parse_yaml
 from gpipe_sim.cost.collectives import collective_s
 from gpipe_sim.explain.predict import predict, predict_all
+from gpipe_sim.export.frameworks import export_plan
 from gpipe_sim.make.making import make_plan
 from gpipe_sim.make.planfile import parse_plan, plan_text
 from gpipe_sim.plan.plan import only_what_runs
@@ -179,10 +180,12 @@ def test_what_nothing_executes_yet_is_refused_where_it_would_run():
     for choices, field in (
         ({"tensor": 2}, "plan.tensor"),
         ({"recompute_unit": "attention", "checkpoint": "always"}, "plan.recompute_unit"),
-        ({"precision": "mixed_fp32_gradients"}, "precision"),
     ):
         with pytest.raises(InputError, match=f"{field}: found .* gpipe run does not know"):
             only_what_runs(gpt(**choices), "gpipe run")
+    for target in ("torchtitan", "megatron", "deepspeed", "csv"):
+        with pytest.raises(InputError, match=f"precision: found mixed_fp32_gradients, .* export to {target}"):
+            export_plan(gpt(precision="mixed_fp32_gradients"), target, plan_path="plan.yaml")
 
 
 def mixed(*groups, **choices):

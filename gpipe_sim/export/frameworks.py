@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from gpipe_sim.export import deepspeed, kubernetes, megatron, slurm, torchrun, torchtitan
 from gpipe_sim.export.words import Exported, Tool, Written, comment, differences, listed
 from gpipe_sim.make.planfile import order_of_plan
-from gpipe_sim.plan.plan import Plan, only_what_runs
+from gpipe_sim.plan.plan import Plan, only_plain_gradients, only_what_runs
 from gpipe_sim.scenario.schema import Transformer
 
 Target = Literal["torchtitan", "megatron", "deepspeed", "slurm", "torchrun", "kubernetes", "csv"]
@@ -42,6 +42,8 @@ def export_plan(plan: Plan, target: Target, *, plan_path: str) -> Exported:
     """Write the plan, which was read from `plan_path`, for a target."""
     has_groups = target in ("torchtitan", "megatron") and isinstance(plan.scenario.model, Transformer)
     only_what_runs(replace(plan, tensor=1) if has_groups else plan, f"export to {target}")
+    if target not in ("torchrun", "slurm", "kubernetes"):  # which start `gpipe run`
+        only_plain_gradients(plan, f"export to {target}")
     if target == "csv":
         return _order(plan)
     writer, tool = _WRITERS[target]

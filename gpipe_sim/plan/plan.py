@@ -415,6 +415,10 @@ def only_what_runs(plan: Plan, who: str) -> None:
     if plan.recompute_unit == "attention":
         message = f"found attention, expected stage or layer: {who} does not know it yet"
         raise plan.scenario.error("plan.recompute_unit", message)
+
+
+def only_plain_gradients(plan: Plan, who: str) -> None:
+    """Refuse gradients in another dtype than what is computed in, where they are not known."""
     if plan.scenario.precision == "mixed_fp32_gradients":
         message = f"found mixed_fp32_gradients, expected mixed or pure: {who} does not know it yet"
         raise plan.scenario.error("precision", message)
