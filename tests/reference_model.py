@@ -394,7 +394,8 @@ def holdings(plan, rows, at):
                 if message in at.arrival:
                     if is_recomputed(plan, stage, m):  # else it is among the activations
                         held.append((p, "buffers", end["F", stage, m], at.arrival[message], leaving))
-                    held.append((p, "buffers", at.posted[back], end[backward], leaving))
+                    known = max(at.posted[back], end["F", stage, m])  # what the gradient looks like
+                    held.append((p, "buffers", known, end[backward], leaving))
     return held
 
 

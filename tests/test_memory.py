@@ -147,7 +147,7 @@ def holdings(plan: Plan, timeline: RankTimeline) -> list[tuple[float, float, flo
             held.append((posted(forwards, forwards[m]), end[b], costs.input[stage]))
             held.append((end[b], sent[b], costs.input[stage]))
         if stage < plan.num_stages - 1:
-            held.append((posted(takes, takes[m]), end[b], costs.output[stage]))
+            held.append((max(posted(takes, takes[m]), end[f]), end[b], costs.output[stage]))
             if again:
                 held.append((end[f], sent[f], costs.output[stage]))
     return [(begin, end, round(amount)) for begin, end, amount in held]

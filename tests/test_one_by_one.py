@@ -1,5 +1,6 @@
 """Layers measured one by one: the same figures, one layer at a time in memory, equal layers once."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -42,15 +43,15 @@ def columns(how, workload, lowered=None):
     return how(workload, 2, 2, CPU, LayerClock(CPU), lowered, lambda: None)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_bytes_are_those_of_all_layers_at_once_and_every_layer_has_its_times(dtype):
+@pytest.mark.parametrize(("dtype", "in_fp32"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_bytes_are_those_of_all_layers_at_once_and_every_layer_has_its_times(dtype, in_fp32):
     lowered = torch.bfloat16 if dtype == "bf16" else None
     together, alone = (build_workload(scenario_of(dtype), on_meta=on_meta) for on_meta in (False, True))
     if lowered:
-        lower(together.layers, lowered)
+        lower(together.layers, lowered, in_fp32=in_fp32)
     expected, found = (
         columns(worker._measure_size, together, lowered),
-        columns(worker._measure_one_by_one, alone, lowered),
+        columns(partial(worker._measure_one_by_one, in_fp32=in_fp32), alone, lowered),
     )
     assert found.keys() == expected.keys()
     for name, values in expected.items():

@@ -41,14 +41,21 @@ def scenario_of(**more):
 def columns_of(planned):
     """The bytes of a plan's layers as a measurement would have them."""
     workload = build_workload(planned)
-    if planned.precision == "mixed":
-        lower(workload.layers, DTYPES[planned.dtype])
+    if planned.precision != "pure":
+        lower(workload.layers, DTYPES[planned.dtype], in_fp32=planned.precision == "mixed_fp32_gradients")
     return memory_of_layers(workload, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("precision", "checkpoint", "optimizer"),
-    [("mixed", "never", "adam"), ("pure", "never", "adam"), ("mixed", "always", "momentum"), ("pure", "always", "sgd")],
+    [
+        ("mixed", "never", "adam"),
+        ("pure", "never", "adam"),
+        ("mixed", "always", "momentum"),
+        ("pure", "always", "sgd"),
+        ("mixed_fp32_gradients", "never", "adam"),
+        ("mixed_fp32_gradients", "always", "sgd"),
+    ],
 )
 def test_the_model_counts_what_the_engine_holds_to_one_percent_of_the_allocator(
     tmp_path, precision, checkpoint, optimizer
@@ -86,7 +93,7 @@ def test_the_model_counts_what_the_engine_holds_to_one_percent_of_the_allocator(
     assert storage_bytes(static) + trace.peak_bytes == pytest.approx(expected, rel=0.01)
     per_parameter = storage_bytes([*pipe.parameters(), *state]) / sum(p.numel() for p in pipe.parameters())
     states = {"adam": 2, "momentum": 1, "sgd": 0}[optimizer]
-    assert per_parameter == pytest.approx((4 if precision == "mixed" else 2) * (1 + states), rel=0.01)
+    assert per_parameter == pytest.approx((2 if precision == "pure" else 4) * (1 + states), rel=0.01)
 
 
 # --- what is computed ------------------------------------------------------------------------------------------------
@@ -113,13 +120,45 @@ def loss_of(output, targets):
     return functional.cross_entropy(output.float(), targets)
 
 
-def expected_gradients(dtype):
-    """Each micro-batch in the lower dtype, its gradients added there, and raised at the end."""
+def expected_gradients(dtype, count=2, in_fp32=False):
+    """Each micro-batch in the lower dtype, its gradients added there and raised at the end, or added in fp32."""
     lowered = copy.deepcopy(small()).to(dtype)
     inputs, targets = batch()
-    for part, answers in zip(inputs.to(dtype).split(3), targets.split(3), strict=True):
-        (loss_of(lowered(part), answers) / 2).backward()
-    return [parameter.grad.float() for parameter in lowered.parameters()]
+    size = len(inputs) // count
+    sums = [torch.zeros(parameter.shape) for parameter in lowered.parameters()]
+    for part, answers in zip(inputs.to(dtype).split(size), targets.split(size), strict=True):
+        (loss_of(lowered(part), answers) / count).backward()
+        if in_fp32:
+            for one, parameter in zip(sums, lowered.parameters(), strict=True):
+                one += parameter.grad
+                parameter.grad = None
+    return sums if in_fp32 else [parameter.grad.float() for parameter in lowered.parameters()]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{}, {"checkpoint": "always"}, {"schedule": "zb_h1"}, {"recompute_unit": "layer", "checkpoint": "always"}],
+)
+def test_gradients_added_up_in_fp32_are_exactly_those_of_the_micro_batches_added_in_fp32(choices):
+    """The others, added in 16 bits, are not."""
+    exact, rounded = (
+        Pipeline(small(), plan_of(precision=precision, backward="fifo", microbatches=6, **choices), loss_of)
+        for precision in ("mixed_fp32_gradients", "mixed")
+    )
+    for pipe in (exact, rounded):
+        pipe.step(*batch())
+    expected = expected_gradients(torch.bfloat16, 6, in_fp32=True)
+    pairs = list(zip(exact.parameters(), expected, strict=True))
+    for parameter, sums in pairs:
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(parameter.grad, sums, rtol=1e-6, atol=1e-8)
+    assert not all(
+        torch.allclose(parameter.grad, sums, rtol=1e-4)
+        for parameter, sums in zip(rounded.parameters(), expected, strict=True)
+    )
+    exact.step(*batch())
+    for parameter, sums in pairs:
+        torch.testing.assert_close(parameter.grad, 2 * sums, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("choices", [{}, {"checkpoint": "always"}, {"schedule": "zb_h1"}])
@@ -181,13 +220,14 @@ def test_fp16_gradients_too_small_for_it_survive_by_the_scale():
         assert not torch.allclose(theirs.grad.float(), expected.grad, rtol=0.05, atol=2e-9)
 
 
-def test_a_step_that_overflows_is_skipped_exactly_and_the_scale_is_halved():
+@pytest.mark.parametrize("precision", ["mixed", "mixed_fp32_gradients"])
+def test_a_step_that_overflows_is_skipped_exactly_and_the_scale_is_halved(precision):
     """The update is not called, nor do gradients change that were there; Adam does not move."""
 
     def loss(output, targets):
         return loss_of(output, targets) * (1e9 if overflow else 1.0)
 
-    pipe = Pipeline(small(), plan_of("fp16"), loss, checks=False)
+    pipe = Pipeline(small(), plan_of("fp16", precision), loss, checks=False)
     optimizer = torch.optim.Adam(pipe.parameters())
     overflow, called = False, []
     pipe.step(*batch(), optimizer.step)

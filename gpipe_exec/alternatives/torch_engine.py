@@ -55,7 +55,9 @@ def what_torch_cannot(plan: Plan, device: str) -> Iterator[str]:
             yield "recomputes when the gradient has arrived, expected plan.recompute: on_demand"
         if (program.at["I"] >= 0).any():
             yield "recomputes twice where a backward is split, expected plan.checkpoint: never"
-    if plan.dtype == "fp16" and plan.scenario.precision == "mixed":
+    if computes_with_copies(plan.dtype, plan.scenario.precision) and plan.scenario.precision != "mixed":
+        yield "adds up gradients in the dtype that it computes in, expected precision: mixed, or pure"
+    if plan.dtype == "fp16" and plan.scenario.precision != "pure":
         yield "does not scale losses, expected dtype: bf16, or precision: pure"
     if plan.recompute_unit != "stage" and plan.checkpoint != ("never",) * plan.num_stages:
         yield "recomputes whole stages, expected plan.recompute_unit: stage"

@@ -391,7 +391,8 @@ class Pipeline(Held):
 
         Not where replicas have different shares, so that orders may differ, nor before gradients are raised to fp32.
         """
-        return self._sums and self.plan.replicas > 1 and len(set(self._shares)) == 1 and self._mixed is None
+        are_whole = self._mixed is None or self._mixed.sums_early
+        return self._sums and self.plan.replicas > 1 and len(set(self._shares)) == 1 and are_whole
 
     def _begin_sum(self, index: int) -> None:
         """The gradients of a stage are complete."""

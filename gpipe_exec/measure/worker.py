@@ -36,7 +36,14 @@ from gpipe_exec.engine.materialize import dematerialize, materialize
 from gpipe_exec.engine.messages import Value, flatten, form_of, unflatten, wants_gradient
 from gpipe_exec.engine.optimizers import make_optimizer
 from gpipe_exec.engine.pipeline import pin_to_cores
-from gpipe_exec.engine.precision import DTYPES, computes_with_copies, lower
+from gpipe_exec.engine.precision import (
+    DTYPES,
+    adds_in_fp32,
+    computes_with_copies,
+    forget_gradients,
+    gradient_bytes,
+    lower,
+)
 from gpipe_exec.engine.selective import watched_attention
 from gpipe_exec.engine.split import Halves
 from gpipe_exec.layers import Workload, build_workload, parameter_bytes
@@ -95,10 +102,11 @@ def _measure(work: Path, alive: Callable[[], None]) -> None:
     workload = build_workload(scenario, on_meta=one_by_one)
     mixed = computes_with_copies(scenario.dtype, scenario.precision)
     lowered = DTYPES[scenario.dtype] if mixed else None
+    in_fp32 = adds_in_fp32(scenario.dtype, scenario.precision)
     if not one_by_one:
         workload.layers.to(device)
         if lowered is not None:
-            lower(workload.layers, lowered)
+            lower(workload.layers, lowered, in_fp32=in_fp32)
     is_first = dist.get_rank() == 0
     largest_bytes = 0.0
     for size in request["sizes"]:
@@ -106,7 +114,7 @@ def _measure(work: Path, alive: Callable[[], None]) -> None:
         if _agree(path.is_file()):
             columns = json.loads(path.read_text())
         else:
-            how = _measure_one_by_one if one_by_one else _measure_size
+            how = partial(_measure_one_by_one, in_fp32=in_fp32) if one_by_one else _measure_size
             columns = how(workload, size, scenario.batch // size, device, clock, lowered, alive)
             if is_first:
                 skips = skips_of(workload.layers, workload.sample(size)[0], lowered)
@@ -151,7 +159,7 @@ def _measure_size(
     timer = LayerTimer(workload, share, size, num_microbatches, device, clock, lowered)
     _time(timer, alive)
     columns = timer.columns() | memory_of_layers(workload, size, device, alive)
-    workload.layers.zero_grad(set_to_none=True)
+    forget_gradients(workload.layers)
     return columns
 
 
@@ -163,6 +171,8 @@ def _measure_one_by_one(
     clock: LayerClock,
     lowered: torch.dtype | None,
     alive: Callable[[], None],
+    *,
+    in_fp32: bool = False,
 ) -> dict[str, list[float]]:
     """The same of a model that may be larger than the device: one layer at a time is there.
 
@@ -179,7 +189,7 @@ def _measure_one_by_one(
     attention: list[Seconds] = []
     memory: dict[str, dict[str, float]] = {}
     for index in (kinds.index(kind) for kind in dict.fromkeys(kinds)):
-        with on_device_alone(workload.layers, index, device, lowered):
+        with on_device_alone(workload.layers, index, device, lowered, in_fp32=in_fp32):
             boundary = on_device(inputs if index == 0 else filled(forms[index]), device)
             timer = LayerTimer(
                 workload, [range(index, index + 1)], size, num_microbatches, device, clock, boundaries=[boundary]
@@ -202,7 +212,7 @@ def kinds_of_layers(layers: nn.Sequential, forms: Sequence[Value]) -> list[str]:
 
 @contextmanager
 def on_device_alone(
-    layers: nn.Sequential, index: int, device: torch.device, lowered: torch.dtype | None
+    layers: nn.Sequential, index: int, device: torch.device, lowered: torch.dtype | None, *, in_fp32: bool = False
 ) -> Iterator[None]:
     """Meanwhile the layer is on the device; before and after, it is where it was built."""
     is_new = materialize(layers, [str(number) for number in range(len(layers))], [index], device)
@@ -210,11 +220,11 @@ def on_device_alone(
     held = {name: (tensor, tensor.data) for name, tensor in layers[index].named_parameters()}
     layers[index].to(device)
     if lowered is not None:
-        lower(layers[index], lowered)
+        lower(layers[index], lowered, in_fp32=in_fp32)
     try:
         yield
     finally:
-        layers[index].zero_grad(set_to_none=True)
+        forget_gradients(layers[index])
         for tensor, data in held.values():
             tensor.data = data
         if is_new:
@@ -286,7 +296,7 @@ def memory_of_layer(
     )
     saved.clear()
     del remaining, output
-    layer.zero_grad(set_to_none=True)
+    forget_gradients(layer)
     again = partial(run, leaves)
     backward, output = peak_of_second(device, again, _backward)
     for tensor in given:
@@ -294,11 +304,11 @@ def memory_of_layer(
     adding, output = peak_of_second(device, again, _backward)
     freed = 0 if is_last else _freed(layer, again, given, device) - handed_on
     _, inputs, weights_adding = _split_backward(run, value, device, first=index == 0)
-    layer.zero_grad(set_to_none=True)
+    forget_gradients(layer)
     _, _, weights_making = _split_backward(run, value, device, first=index == 0)
     outputs = [t for t in flatten(output)[0] if t.requires_grad]
     entering, leaving = storage_bytes(outputs), storage_bytes([t for t in given if t.requires_grad])
-    parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+    parameters = gradient_bytes(layer)
     found["freed_bytes"] = max(0, freed)
     found["saved_bytes"] = remains
     found["output_bytes"] = 0 if is_last else crossing
@@ -454,7 +464,11 @@ def _optimizer_seconds(
         return [0.0] * len(layers)
     mixed = computes_with_copies(scenario.dtype, scenario.precision)
     dtype = DTYPES[scenario.dtype]
-    gradients = [torch.zeros_like(parameter, dtype=dtype if mixed else None) for parameter in parameters]
+    raised = mixed and not adds_in_fp32(scenario.dtype, scenario.precision)
+    gradients = [
+        torch.zeros_like(parameter, dtype=dtype if raised else torch.float32 if mixed else None)
+        for parameter in parameters
+    ]
     weights = [nn.Parameter(parameter.detach().float()) for parameter in parameters] if mixed else parameters
     optimizer = make_optimizer(scenario.optimizer, weights)
     spans: list[Span] = []
@@ -462,7 +476,7 @@ def _optimizer_seconds(
         dist.barrier()
         begin = clock.now()
         for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient.to(weight.dtype)  # raised, in mixed precision
+            weight.grad = gradient.to(weight.dtype)  # raised, if it is not in fp32
         optimizer.step()
         copies = [weight.detach().to(dtype) for weight in weights] if mixed else []  # for the next step
         if repeat >= WARMUP:

@@ -282,7 +282,7 @@ def conditions_of(plan: Plan, num_steps: int, step_time_s: float) -> tuple[float
     spec, every = plan.scenario.campaign, plan.scenario.campaign.checkpoint.every
     held = step_bytes([replace(plan, shard="none")])
     weights, state = (sum_by_position(amount[:, 0], plan.positions) for amount in (held.parameters, held.optimizer))
-    if DTYPE_BYTES[plan.dtype] < 4 and plan.scenario.precision == "mixed":
+    if DTYPE_BYTES[plan.dtype] < 4 and plan.scenario.precision != "pure":
         weights = np.zeros_like(weights)
     total = plan.tensor * float((weights + state).sum())
     by_rank = {

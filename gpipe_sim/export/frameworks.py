@@ -57,12 +57,11 @@ def _but_for_what_is_said(plan: Plan, tool: Tool | None) -> Plan:
     """The plan without what a tool has words for, or `differences` for what it lacks."""
     if tool is None:
         return plan
-    scenario = plan.scenario
-    has_groups = tool.groups and isinstance(scenario.model, Transformer)
-    scenario = replace(scenario, precision="mixed")
-    if isinstance(scenario.model, Transformer):
-        scenario = replace(scenario, model=scenario.model.model_copy(update={"fused_loss": False}))
-    return replace(plan, scenario=scenario, recompute_unit="layer", tensor=1 if has_groups else plan.tensor)
+    model = plan.scenario.model
+    if not isinstance(model, Transformer):
+        return plan
+    scenario = replace(plan.scenario, model=model.model_copy(update={"fused_loss": False}))
+    return replace(plan, scenario=scenario, tensor=1 if tool.groups else plan.tensor)
 
 
 def _header(plan: Plan, target: Target, plan_path: str, cannot: tuple[str, ...]) -> Iterator[str]:

@@ -441,9 +441,6 @@ def only_single_members(plan: Plan, who: str) -> None:
 
 def only_what_runs(plan: Plan, who: str) -> None:
     """Refuse what is predicted but neither executed nor exported yet."""
-    if plan.scenario.precision == "mixed_fp32_gradients":
-        message = f"found mixed_fp32_gradients, expected mixed or pure: {who} does not know it yet"
-        raise plan.scenario.error("precision", message)
     if isinstance(plan.scenario.model, Transformer) and plan.scenario.model.fused_loss:
         message = f"found true, expected false: {who} does not know it, and keeps logits and their gradients"
         raise plan.scenario.error("model.fused_loss", message)

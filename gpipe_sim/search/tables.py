@@ -303,12 +303,13 @@ class IntervalTables:
         n, m = order.before_first, order.before_second
         constant = self._model_bytes + (round(self.profile.input_bytes * sum(self.sizes)) if at.is_first else 0.0)
         first = others(n - 1, 1) * self._kept_bytes + inputs * min(M, n + ahead)
-        backward = first + first_peak + outputs * min(M, 1 + ahead)
-        least = np.maximum(backward, first + forward_peak * again[0 if not order.last_first else -1] + outputs * ahead)
+        backward = first + first_peak + outputs * min(n, 1 + ahead)  # gradients of outputs that were sent
+        rebuilt = first + forward_peak * again[0 if not order.last_first else -1] + outputs * min(n, ahead)
+        least = np.maximum(backward, rebuilt)
         if M > 1:
             second = others(m - 2, 2) * self._kept_bytes + inputs * (min(M, m + ahead) - 1) + self._gradient_bytes
-            backward = second + other_peak + outputs * (min(M, 2 + ahead) - 1)
-            rebuilt = second + forward_peak * again[0] + outputs * (min(M, 1 + ahead) - 1)
+            backward = second + other_peak + outputs * (min(m, 2 + ahead) - 1)
+            rebuilt = second + forward_peak * again[0] + outputs * (min(m, 1 + ahead) - 1)
             least = np.maximum(least, np.maximum(backward, rebuilt))
         # What takes no time leaves no trace, and bytes of each message and micro-batch are rounded.
         timed = (self._one_backward_s > 0) & (self._one_forward_s > 0)

@@ -333,6 +333,7 @@ def _events(graph: Graph, shape: Shape, times: Array, figures: Figures) -> RankE
     begin = first[:-1][list(shape.positions)][:, None]
     for moment, takers in (("F posted", at["F"]), ("gradient posted", program.gradient_taker)):
         rows[moment] = np.where(posters[takers] >= 0, turned[posters[takers]], begin)
+    rows["gradient posted"] = np.maximum(rows["gradient posted"], rows["F end"])  # when its form is known
     if len(shape.positions) > program.num_ranks:
         for moment, of_stage in (("handed over", "F end"), ("gradient used", "back end")):
             rows[moment] = np.concatenate([rows[of_stage][:1], rows[of_stage][:-1]])

@@ -11,7 +11,8 @@
     activations   F starts (R, if recomputed)  its B (or I) ends       what remains after a forward with gradients
                   its I ends                   its W ends              what the weights' gradients need, inputs included
     workspace     an action starts             it ends                 its transient peak, beyond the other parts
-    buffers       receive posted               arrival, or its B ends  posted receives; received gradients
+    buffers       receive posted               arrival, or its B ends  posted receives; received gradients, whose
+                                                                       receives are posted after their outputs
                   F or B ends                  its message delivered   outputs and gradients not yet delivered
 
 Between two stages of one rank nothing is sent. The output that one hands to the other is among its activations or, if
@@ -424,7 +425,7 @@ def _curves(
     moments |= {
         "F arrived": np.nan_to_num(column("arrived_s", at["F"])),
         "F posted": posted(at["F"]),
-        "gradient posted": posted(program.gradient_taker),
+        "gradient posted": np.maximum(posted(program.gradient_taker), moments["F end"]),
         "U end": np.repeat([[timelines[rank].end_s[-1]] for rank in owner.tolist()], plan.num_microbatches, axis=1),
     }
     if role.from_rank.any():
