@@ -14,6 +14,7 @@ _PARTS: tuple[Callable[[], Iterator[Figure]], ...] = (
     exact.korthikanti_times,
     exact.boehm,
     fits.transformer_activations,
+    fits.amoebanet_activations,
     fits.breakdown,
     fits.amoebanet_speed,
     fits.zero_bubble_throughputs,

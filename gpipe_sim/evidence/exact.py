@@ -7,6 +7,7 @@ for all figures of one sort.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gpipe_sim.cost.amoebanet import shapes
 from gpipe_sim.cost.transformer import bytes_per_parameter
 from gpipe_sim.evidence.fits import GiB, plan_of, transformer_model, zero_bubble_plan
 from gpipe_sim.evidence.literature import Figure, PublishedTable, Value, printed, published_tables
@@ -66,6 +67,17 @@ def _amoebanet_sizes(name: str, unit: str, unit_bytes: float) -> Iterator[Figure
     table = published_tables()[name]
     for row in table.rows:
         count, memory = printed(row["parameters"]), printed(row["model"])
+        yield Figure(
+            table=name,
+            name=f"{row['config']}, {row['model_name']}, parameters",
+            unit="million",
+            kind="exact",
+            published=count.value / 1e6,
+            predicted=sum(layer.parameters for layer in shapes(row["L"], row["D"])) / 1e6,
+            basis="the cells of AmoebaNet-D, L, D and 1,000 classes",
+            tolerance=_COUNTING + count.rounding,
+            allowance=_COUNTED,
+        )
         yield Figure(
             table=name,
             name=f"{row['config']}, {row['model_name']}, model",

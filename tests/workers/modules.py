@@ -10,8 +10,10 @@ from own_modules import MODULES, images, made
 from plans import layers as layer_costs
 from plans import plan as make
 from torch import nn
+from torch.nn import functional
 
 from gpipe_exec import Pipeline, leave, read_model, split
+from gpipe_exec.amoebanet import amoebanet
 
 BATCH, M = 6, 3
 
@@ -67,16 +69,37 @@ def check(name: str, cuts=(), *, saves: bool = False, **choices) -> None:
     pipe.close()
 
 
+def check_amoebanet(**choices) -> None:
+    """GPipe's own model, whose cells take the outputs of the two before them."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(2)
+        return amoebanet(3, 16, 5).double()
+
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(BATCH, 3, 32, 32, generator=generator, dtype=torch.float64)
+    targets, whole, layers = torch.arange(BATCH) % 5, made(), made()
+    expected = by_micro_batches(whole, functional.cross_entropy, inputs, targets)
+    pipe = Pipeline(layers, plan_for(layers, **choices), functional.cross_entropy)
+    close(pipe.step(inputs, targets), expected, "loss of AmoebaNet-D")
+    gradients = {key: parameter.grad for key, parameter in whole.named_parameters()}
+    for key, parameter in pipe.named_parameters():
+        close(parameter.grad, gradients[key], f"gradient of {key} of AmoebaNet-D")
+    pipe.close()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     if dist.get_world_size() == 2:
         check("resnet", schedule="1f1b", checkpoint="always")
         check("unet", schedule="zb_h1", checkpoint="never")
+        check_amoebanet(schedule="zb_v", stages=4, stages_per_rank=2, checkpoint="never")
     else:  # the skips pass a stage
         check("unet", ("middle", "up.1"), schedule="gpipe", checkpoint="except_last")
         check("unet", schedule="1f1b", checkpoint="always")
         check("vit", schedule="gpipe", checkpoint="never", saves=True)
+        check_amoebanet(schedule="1f1b", checkpoint="always")
     dist.barrier()
     dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
