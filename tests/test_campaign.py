@@ -325,6 +325,16 @@ def test_an_objective_needs_a_price_and_tokens(capsys, scenario):
     assert (status, "campaign.tokens: is missing, expected --tokens 1T" in said) == (2, True)
 
 
+def test_an_interval_longer_than_the_training_saves_once_at_its_end(capsys, scenario):
+    found = []
+    for every in ("1 d", "1000 y"):
+        chosen = ("--set", "campaign.tokens=100M", "--set", f"campaign.checkpoint.every={every}")
+        status, out, _ = run(capsys, "campaign", scenario, *chosen, "--json")
+        assert status == 0
+        found.append(json.loads(out)["results"][0]["days"])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
