@@ -1,5 +1,6 @@
 """Weeks of training: the model against closed forms, against the evaluator, and against what was published."""
 
+import html
 import json
 from dataclasses import replace
 
@@ -301,6 +302,22 @@ def test_by_money_a_plan_with_a_slower_step_on_fewer_devices_wins(capsys, scenar
     assert "the least money for 20.0 B tokens" in found["money"][1]["reason"]
     assert "slower than that of K=4" in found["money"][1]["reason"]
     assert "its step is the fastest, too" in found["days"][1]["reason"]
+
+
+def test_the_report_of_a_plan_that_was_chosen_by_its_training_tells_of_both(capsys, scenario, tmp_path):
+    page = tmp_path / "plan.html"
+    options = ("--tokens", "20B", "--objective", "money", "--json", "--html", page)
+    status, out, _ = run(capsys, "plan", scenario, *OPEN, *options)
+    document = json.loads(out)
+    text = page.read_text()
+    assert status == 0
+    assert document["recommended"] > 0, "it is not the fastest"
+    assert "<h2>The recommended plan</h2>" in text
+    assert "K = 1, M = 16, 1f1b" in text
+    assert html.escape(document["reason"]) in text
+    for figure in ("gantt", "losses", "intervals", "days"):
+        assert f'data-figure="{figure}"' in text
+    assert "What would help" in text
 
 
 def test_where_devices_fail_often_fewer_of_them_train_in_fewer_days(capsys, scenario):
