@@ -221,7 +221,7 @@ def mixture_headlines(repeat: int, table: Table) -> list[Headline]:
             continue
         ways = {
             "estimate": lambda own=own: [search.estimate(choice) for choice in own],
-            "evaluate": lambda own=own: [evaluate([search.plan(choice)]) for choice in own],
+            "evaluate": lambda own=own: evaluate([search.plan(choice) for choice in own]),
         }
         seconds = best_of({name: judge, **ways}, repeat)
         theirs_per_s = count / seconds[name]

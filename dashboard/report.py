@@ -22,16 +22,27 @@ from gpipe_sim.scenario.schema import Transformer
 from gpipe_sim.show.campaign import amount
 
 
-def report_page(predictions: Sequence[Prediction], title: str, tokens: float | None = None) -> str:
+def report_page(
+    predictions: Sequence[Prediction],
+    title: str,
+    tokens: float | None = None,
+    *,
+    chosen: Prediction | None = None,
+    reason: str = "",
+    training: Campaign | None = None,
+) -> str:
     """One plan in full or, of several, a comparison and then in full the fastest that fits of each scenario.
 
-    With a number of `tokens`, also how many days they take, and how much money.
+    With a number of `tokens`, also how many days they take, and how much money. Where one of the plans was `chosen`,
+    that one is told in full, with the `reason`; and its `training`, where it was chosen by that.
     """
     body = _Page()
     groups: dict[tuple[str, str], list[Prediction]] = {}
     for prediction in predictions:
         scenario = prediction.plan.scenario
         groups.setdefault((scenario.document.file, scenario.name), []).append(prediction)
+    if reason:
+        body.add(f'<p class="verdict">{escape(reason)}</p>')
     if len(predictions) > 1:
         fitting = sum(prediction.fits for prediction in predictions)
         body.add(f'<p class="verdict">{fitting} of {len(predictions)} plans fit in memory.</p>')
@@ -41,11 +52,15 @@ def report_page(predictions: Sequence[Prediction], title: str, tokens: float | N
             body.add(f"<h2>{escape(name)}</h2>")
         if len(group) > 1:
             body.sweep(group)
-        best = fastest(group)
+        best = chosen if chosen is not None and any(one is chosen for one in group) else fastest(group)
         if len(group) > 1:
             which = "The fastest plan that fits" if best.fits else "No plan fits; the fastest of them"
-            body.add(f"<h2>{which}: {escape(best.settings)}</h2>")
+            heading = "The recommended plan" if best is chosen else f"{which}: {escape(best.settings)}"
+            body.add(f"<h2>{heading}</h2>")
         body.plan(best, tokens)
+    if training is not None:
+        body.add("<h2>The whole training</h2>")
+        body.trainings([training])
     body.add("<h2>Assumptions</h2>")
     for (_, name), group in groups.items():
         items = "".join(f"<li>{escape(line)}</li>" for line in assumptions(group))
@@ -97,41 +112,9 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def campaign_page(found: Sequence[Campaign], title: str) -> str:
-    """Trainings of weeks: how long and how much, and in full the one that takes the fewest days."""
+    """Trainings of weeks."""
     body = _Page()
-    best = min(found, key=lambda one: float(one.days.mean()))
-    body.add(f'<p class="verdict">{escape(headline(best))}</p>')
-    low, high = np.quantile(best.days, [0.05, 0.95])
-    numbers = [
-        ("days", f"{best.days.mean():,.4g}", f"{low:,.4g} to {high:,.4g}, p5 to p95 of {len(best.days)} seeds"),
-        (
-            "goodput",
-            f"{best.outcomes.goodput.mean():.1%}",
-            f"{best.conditions.work_s / DAY:,.4g} days if nothing failed",
-        ),
-        ("save every", format_duration(best.conditions.interval_s), f"{format_bytes(best.checkpoint_bytes)} each"),
-    ]
-    if best.money is not None:
-        numbers.append(("money", amount(float(best.money.mean()), best.price), f"on {best.num_devices:,} devices"))
-    cards = "".join(
-        f'<div class="number"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
-        for name, value, note in numbers
-    )
-    body.add(f'<dl class="numbers">{cards}</dl>')
-    caption = "The training of median length; useful is what it would take if nothing failed and nothing was saved."
-    body.add(body.figure(campaigns.losses_over_time(best), "losses", "What the time goes to", caption))
-    caption = "The mean of some seeds, all intervals with the same luck; marked is the one that is used."
-    saving = body.figure(campaigns.goodput_by_interval(best), "intervals", "How often to save", caption)
-    caption = "Boxes hold half of the seeds, whiskers the rest."
-    body.add(f'<div class="pair">{saving}{body.figure(campaigns.days_by_seed(found), "days", "Days", caption)}</div>')
-    rows = "".join(
-        f"<tr><td>{escape(worth.change)}</td><td>{worth.days_saved:+,.3g}</td>"
-        f"<td>{'' if worth.money_saved is None else escape(amount(worth.money_saved, best.price))}</td></tr>"
-        for worth in best.worths
-    )
-    body.add(
-        f"<h3>What would help</h3><table><tr><th>change</th><th>days saved</th><th>money saved</th></tr>{rows}</table>"
-    )
+    body.trainings(found)
     return _PAGE.format(title=escape(title), style=_STYLE, plotly=get_plotlyjs(), body=body.html, sort=_SORT)
 
 
@@ -207,6 +190,45 @@ class _Page:
         utilization = figures.utilization(step, prediction.utilization)
         busy = self.figure(utilization, "utilization", "Utilisation", caption)
         self.add(f'<div class="pair">{waterfall}{busy}</div><div class="pair">{over_time}{parts}</div>')
+
+    def trainings(self, found: Sequence[Campaign]) -> None:
+        """How long and how much, and in full the one that takes the fewest days."""
+        best = min(found, key=lambda one: float(one.days.mean()))
+        self.add(f'<p class="verdict">{escape(headline(best))}</p>')
+        low, high = np.quantile(best.days, [0.05, 0.95])
+        numbers = [
+            ("days", f"{best.days.mean():,.4g}", f"{low:,.4g} to {high:,.4g}, p5 to p95 of {len(best.days)} seeds"),
+            (
+                "goodput",
+                f"{best.outcomes.goodput.mean():.1%}",
+                f"{best.conditions.work_s / DAY:,.4g} days if nothing failed",
+            ),
+            ("save every", format_duration(best.conditions.interval_s), f"{format_bytes(best.checkpoint_bytes)} each"),
+        ]
+        if best.money is not None:
+            numbers.append(("money", amount(float(best.money.mean()), best.price), f"on {best.num_devices:,} devices"))
+        cards = "".join(
+            f'<div class="number"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+            for name, value, note in numbers
+        )
+        self.add(f'<dl class="numbers">{cards}</dl>')
+        caption = "The training of median length; useful is what it would take if nothing failed and nothing was saved."
+        self.add(self.figure(campaigns.losses_over_time(best), "losses", "What the time goes to", caption))
+        caption = "The mean of some seeds, all intervals with the same luck; marked is the one that is used."
+        saving = self.figure(campaigns.goodput_by_interval(best), "intervals", "How often to save", caption)
+        caption = "Boxes hold half of the seeds, whiskers the rest."
+        self.add(
+            f'<div class="pair">{saving}{self.figure(campaigns.days_by_seed(found), "days", "Days", caption)}</div>'
+        )
+        rows = "".join(
+            f"<tr><td>{escape(worth.change)}</td><td>{worth.days_saved:+,.3g}</td>"
+            f"<td>{'' if worth.money_saved is None else escape(amount(worth.money_saved, best.price))}</td></tr>"
+            for worth in best.worths
+        )
+        self.add(
+            "<h3>What would help</h3><table>"
+            f"<tr><th>change</th><th>days saved</th><th>money saved</th></tr>{rows}</table>"
+        )
 
 
 def key_numbers(prediction: Prediction) -> Iterator[tuple[str, str, str, str]]:

@@ -1,5 +1,6 @@
 """Weeks of training: the model against closed forms, against the evaluator, and against what was published."""
 
+import html
 import json
 from dataclasses import replace
 
@@ -303,6 +304,22 @@ def test_by_money_a_plan_with_a_slower_step_on_fewer_devices_wins(capsys, scenar
     assert "its step is the fastest, too" in found["days"][1]["reason"]
 
 
+def test_the_report_of_a_plan_that_was_chosen_by_its_training_tells_of_both(capsys, scenario, tmp_path):
+    page = tmp_path / "plan.html"
+    options = ("--tokens", "20B", "--objective", "money", "--json", "--html", page)
+    status, out, _ = run(capsys, "plan", scenario, *OPEN, *options)
+    document = json.loads(out)
+    text = page.read_text()
+    assert status == 0
+    assert document["recommended"] > 0, "it is not the fastest"
+    assert "<h2>The recommended plan</h2>" in text
+    assert "K = 1, M = 16, 1f1b" in text
+    assert html.escape(document["reason"]) in text
+    for figure in ("gantt", "losses", "intervals", "days"):
+        assert f'data-figure="{figure}"' in text
+    assert "What would help" in text
+
+
 def test_where_devices_fail_often_fewer_of_them_train_in_fewer_days(capsys, scenario):
     """With a failure of each device every four hours, and an hour until training goes on, four of them hardly train."""
     often = ("--set", "campaign.failures={device: 4 h}", "--set", "campaign.restart=1 h", "--set", "campaign.tokens=1B")
@@ -323,6 +340,16 @@ def test_an_objective_needs_a_price_and_tokens(capsys, scenario):
     scenario.write_text(text.replace("  tokens: 20B\n", ""))
     status, _, said = run(capsys, "plan", scenario, *OPEN, "--objective", "days")
     assert (status, "campaign.tokens: is missing, expected --tokens 1T" in said) == (2, True)
+
+
+def test_an_interval_longer_than_the_training_saves_once_at_its_end(capsys, scenario):
+    found = []
+    for every in ("1 d", "1000 y"):
+        chosen = ("--set", "campaign.tokens=100M", "--set", f"campaign.checkpoint.every={every}")
+        status, out, _ = run(capsys, "campaign", scenario, *chosen, "--json")
+        assert status == 0
+        found.append(json.loads(out)["results"][0]["days"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

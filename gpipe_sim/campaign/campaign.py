@@ -356,7 +356,7 @@ def _check(plan: Plan, conditions: Conditions, step_time_s: float) -> None:
             raise plan.scenario.error("campaign.checkpoint.every", message)
     between = conditions.between_failures_s
     down = conditions.detection_s + conditions.restart_s
-    stretch = exact_stretch(conditions.interval_s, conditions.pause_s, down, between)
+    stretch = exact_stretch(min(conditions.interval_s, conditions.work_s), conditions.pause_s, down, between)
     if stretch > _LONGEST_STRETCH:
         raise _hopeless(
             plan,

@@ -13,6 +13,7 @@ from gpipe_sim.base.files import InputError, Problem, write_text
 from gpipe_sim.base.units import parse_tokens
 
 if TYPE_CHECKING:
+    from gpipe_sim.campaign.campaign import Campaign
     from gpipe_sim.explain.predict import Prediction
 
 
@@ -83,11 +84,21 @@ def importing(what: str, extra: str) -> Iterator[None]:
         raise InputError([Problem(what, "", message)]) from error
 
 
-def write_report(path: Path, predictions: "Sequence[Prediction]", title: str, tokens: float | None = None) -> None:
-    """The report of these predictions."""
+def write_report(
+    path: Path,
+    predictions: "Sequence[Prediction]",
+    title: str,
+    tokens: float | None = None,
+    *,
+    chosen: "Prediction | None" = None,
+    reason: str = "",
+    training: "Campaign | None" = None,
+) -> None:
+    """The report of these predictions, of which one may have been chosen."""
     with importing("--html", "report"):
         from dashboard.report import report_page
-    write(path, report_page(predictions, title, tokens), "report, to open in a browser")
+    page = report_page(predictions, title, tokens, chosen=chosen, reason=reason, training=training)
+    write(path, page, "report, to open in a browser")
 
 
 def write(path: Path, text: str, what: str) -> None:

@@ -59,6 +59,7 @@ def plan(
 
     A value fixed under plan: stays, a list is chosen from, and what is left out is searched.
     """
+    from gpipe_sim.campaign.campaign import run_campaign
     from gpipe_sim.explain.predict import predict_all
     from gpipe_sim.runs.accuracy import recorded
     from gpipe_sim.search.advise import advise, certainty, schedule_sentence, sensitivities
@@ -78,7 +79,9 @@ def plan(
     found = list(predict_all([candidate.plan for candidate in advice.front]))
     sure = certainty(advice, [run.error for run in recorded(runs)]) if advice.fits else None
     if html:  # files come before printing: whoever reads what is printed may have seen enough
-        write_report(html, found, space.scenario.name, num_tokens)
+        best = found[advice.front.index(advice.recommended)] if advice.fits else None
+        whole = run_campaign(chosen, best.step_time_s, num_tokens) if best is not None and training else None
+        write_report(html, found, space.scenario.name, num_tokens, chosen=best, reason=advice.reason, training=whole)
     if out is not None and advice.fits:
         from gpipe_sim.make.planfile import plan_text
 
