@@ -1,4 +1,4 @@
-"""What all tests share: Ctrl-C, hypothesis without deadlines, since machines are shared, and one real browser."""
+"""What all tests share: Ctrl-C, hypothesis without clocks, since machines are shared, and one real browser."""
 
 import os
 import signal
@@ -6,16 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from playwright.sync_api import Browser, Playwright
 
-# Where the tests are started in the background, Ctrl-C is ignored, and under nohup a closed terminal, also by every
-# program that they start and interrupt.
+# Where the tests are started in the background, Ctrl-C and Ctrl-\ are ignored, and under nohup a closed terminal, also
+# by every program that they start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for ignored in (signal.SIGQUIT, signal.SIGHUP):
+    signal.signal(ignored, signal.SIG_DFL)
 
-# The same examples in every run, so that a test fails for what was changed; `make fuzz` looks for new ones.
-settings.register_profile("gpipe", deadline=None, derandomize=not os.environ.get("GPIPE_NEW_EXAMPLES"))
+# The same examples in every run, so that a test fails for what was changed; `make fuzz` looks for new ones. How long it
+# takes to make or to try them says how busy the machine is.
+settings.register_profile(
+    "gpipe",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not os.environ.get("GPIPE_NEW_EXAMPLES"),
+)
 settings.load_profile("gpipe")
 
 LONGEST_FIRST = (

@@ -163,7 +163,7 @@ def _shell(command, workspace, columns="100"):
         env=environment(workspace, columns),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
 
@@ -181,12 +181,12 @@ def _serve(command, workspace):
         if address is None:
             yield f"$ {command}\nserves no page"
         else:
-            with urllib.request.urlopen(address[0], timeout=60) as answer:
+            with urllib.request.urlopen(address[0], timeout=600) as answer:
                 if answer.status != 200:
                     yield f"$ {command}\nanswers {answer.status}"
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
 
 
 def difference(expected, found, *, measured):

@@ -28,7 +28,7 @@ def run_ranks(num_ranks: int, script: Path | str, *arguments: object, fails: boo
         with ranks_of_this_machine(
             num_ranks, worker, Path(logs), _environment(**environment), fork=not afresh
         ) as watched:
-            assert watched.wait(600), "still running after ten minutes"
+            assert watched.wait(1200), "still running after twenty minutes"
         said = {
             name: "".join((Path(logs) / f"rank{rank}.{name}").read_text() for rank in range(num_ranks))
             for name in ("stdout", "stderr")
@@ -45,7 +45,7 @@ def torchrun(num_ranks: int, script: Path | str, *arguments: object, launcher: t
         env=_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]

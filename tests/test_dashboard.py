@@ -1,10 +1,12 @@
 """What the dashboard computes and refuses, without a browser: state, controls, form, long work, runs, archives."""
 
 import base64
+import gc
 import gzip
 import io
 import os
 import re
+import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +18,7 @@ pytest.importorskip("dash", reason="the page needs dash: gpipe-planner[dashboard
 
 from dashboard.charts.campaigns import goodput_by_interval
 from dashboard.charts.many_plans import facets, knee, time_memory
+from dashboard.jobs import archive as uploads
 from dashboard.jobs.archive import MAX_RUNS, unpack_run
 from dashboard.jobs.runs import Jobs, Progress, run_directory
 from dashboard.jobs.tasks import SupersededError, Task, Tasks
@@ -26,6 +29,7 @@ from dashboard.page.knobs import turned
 from dashboard.page.neighbourhood import around
 from dashboard.page.pins import differences, pinned, without
 from dashboard.page.ranges import drawing, ranges
+from dashboard.page.space_callbacks import left_out
 from dashboard.page.state import (
     MAX_CELLS,
     Library,
@@ -482,7 +486,7 @@ def test_names_of_runs_cannot_leave_their_folder(tmp_path):
 
 def archive(members: dict[str, str]) -> bytes:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as file:
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
         for name, text in members.items():
             file.writestr(name, text)
     return stream.getvalue()
@@ -510,9 +514,20 @@ def test_a_damaged_archive_is_a_message(at, tmp_path):
 
 def test_no_more_is_uploaded_than_there_is_room_for(tmp_path):
     with open(tmp_path / "large", "wb") as file:
-        file.truncate(MAX_RUNS)  # without a byte on the disk
-    with pytest.raises(InputError, match="no room for it: the runs here have 1024 MiB"):
-        unpack_run(archive({"plan.yaml": ""}), tmp_path, "x.zip")
+        file.truncate(MAX_RUNS - 2**20)  # without a byte on the disk
+    with pytest.raises(InputError, match="no room for it: the runs here have 1023 MiB"):
+        unpack_run(archive({"plan.yaml": " " * 2**21}), tmp_path, "x.zip")  # what it is unpacked, not compressed
+
+
+def test_uploads_are_checked_one_after_the_other(tmp_path):
+    """Each may take half a gigabyte for a moment."""
+    with ThreadPoolExecutor(1) as pool:
+        with uploads._one_at_a_time:
+            asked = pool.submit(unpack_run, archive({"plan.yaml": ""}), tmp_path, "x.zip")
+            with pytest.raises(TimeoutError):
+                asked.result(timeout=0.2)
+        with pytest.raises(InputError, match=r"measured.json: is missing"):
+            asked.result(timeout=600)
 
 
 def test_scripts_are_compressed_and_kept_by_the_browser(tmp_path):
@@ -589,6 +604,33 @@ def test_a_plan_too_large_for_the_page_is_refused_and_what_is_kept_is_bounded(mo
     assert [kept.cells for kept in state._kept.values()] == [4 * 17, 4 * 18, 4 * 19]
 
 
+def test_what_a_page_asked_for_last_is_not_kept_for_that(monkeypatch):
+    """Fifty pages would keep fifty plans with their timelines, however little room there is for them."""
+    monkeypatch.setattr(state, "KEPT_CELLS", 1)
+    found = []
+    for page in range(5):
+        asked = State.from_query(f"?scenario=bubble&set=plan.microbatches={page + 20}", "demo")
+        found.append(weakref.ref(current(asked, LIBRARY, f"page {page}")))
+    gc.collect()
+    assert [one() is not None for one in found] == [False] * 4 + [True]
+
+
+def test_around_a_large_plan_others_as_large_are_left_out_with_a_word(monkeypatch):
+    monkeypatch.setattr(state, "LARGE_CELLS", 50)
+    monkeypatch.setattr(neighbourhood, "LARGE_CELLS", 50)
+    monkeypatch.setattr(neighbourhood, "_known", type(neighbourhood._known)())
+    small, large = (State.from_query(f"?scenario=bubble&set=plan.microbatches={M}", "demo") for M in (8, 16))
+    assert not neighbourhood.around(small, LIBRARY).here_is_large
+    found = neighbourhood.around(large, LIBRARY)
+    sizes = [one.plan.num_stages * one.plan.num_microbatches for one in found.plans]
+    assert sorted(size for size in sizes if size > 50) == [64]
+    assert max(size for size in sizes if size <= 50) == 32
+    assert (found.links, found.here_is_large) == ([], True)
+    assert found.here.kept_step is None
+    assert state.graph_of.held_cells() == 0, "what large work has left is forgotten"
+    assert "only the one on screen" in str(left_out(found))
+
+
 def test_large_plans_are_predicted_one_after_the_other_and_small_ones_meanwhile(monkeypatch):
     monkeypatch.setattr(state, "LARGE_CELLS", 30)
     small, large = (
@@ -600,7 +642,7 @@ def test_large_plans_are_predicted_one_after_the_other_and_small_ones_meanwhile(
         with pytest.raises(TimeoutError):
             asked.result(timeout=0.2)
         state._one_large.release()
-        assert asked.result(timeout=60).step_time_s > 0
+        assert asked.result(timeout=600).step_time_s > 0
         state._one_large.acquire()
 
 

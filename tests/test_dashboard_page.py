@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import axe_playwright_python
@@ -20,6 +21,7 @@ from playwright.sync_api import Page, Request, expect
 from werkzeug.serving import make_server
 
 from dashboard.page.app import make_app
+from dashboard.page.ids import TICKS
 from gpipe_sim.base.units import format_seconds
 from gpipe_sim.explain.predict import predict
 from gpipe_sim.make.making import make_plan
@@ -30,7 +32,9 @@ from gpipe_sim.scenario.reading import load_scenario, shipped_scenarios
 from gpipe_sim.step.simulate import simulate
 
 SMALL = "?scenario=bubble&set=plan.microbatches=8"
-expect.set_options(timeout=60_000)
+PATIENCE_MS = 180_000
+"""For a machine that is busy: what is waited for comes in a moment elsewhere."""
+expect.set_options(timeout=PATIENCE_MS)
 
 
 def scenario(name: str, *overrides: str):
@@ -74,12 +78,23 @@ def browser_page(chromium) -> Iterator[Page]:
     context.close()
 
 
+AT_WORK = """ticks => {
+    const {stored, completed, ...waiting} = window.store.getState().callbacks;
+    const asks = tick => {
+        const props = dash_component_api.getLayout(tick)?.props;
+        return props && props.max_intervals > (props.n_intervals ?? 0);
+    };
+    return Object.values(waiting).some(some => some.length > 0) || ticks.some(asks);
+}"""
+"""Whether the page has callbacks that wait, are asked or are drawn, or will ask again in a moment."""
+
+
 def quiet(page: Page) -> None:
-    """Until the server has answered whatever the page asks."""
+    """Until the server has answered whatever the page asks, and that is drawn, however long the two take."""
     moments = 0
     while moments < 3:
         page.wait_for_timeout(40)
-        moments = 0 if AWAITED else moments + 1
+        moments = 0 if AWAITED or page.evaluate(AT_WORK, TICKS) else moments + 1
 
 
 def visit(page: Page, server: str, address: str) -> None:
@@ -113,7 +128,7 @@ def page(browser_page, server) -> Iterator[Page]:
     listeners = {"console": said, "pageerror": failed, "request": asked}
     for event, listener in listeners.items():
         browser_page.on(event, listener)
-    browser_page.set_default_timeout(60_000)
+    browser_page.set_default_timeout(PATIENCE_MS)
     yield browser_page
     for event, listener in listeners.items():
         browser_page.remove_listener(event, listener)
@@ -133,7 +148,7 @@ def address_has(page: Page, part: str) -> None:
 
 def status(url: str, **headers: str) -> int:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=300) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -428,6 +443,7 @@ def test_a_plan_is_ringed_wherever_it_is_and_those_in_a_rectangle_are_kept(page,
 def click_point(page: Page, chart: str, trace: int, point: int) -> dict:
     """With the mouse, in the middle of a marker; what the chart says of it."""
     expect(page.locator("#space-progress")).to_be_empty()
+    quiet(page)
     mark = page.locator(f"#{chart} .scatterlayer .trace").nth(trace).locator(".point").nth(point)
     mark.wait_for(state="attached")
     page.locator(f"#{chart}").scroll_into_view_if_needed()
@@ -479,14 +495,18 @@ def test_the_space_around_a_plan_shows_how_far_it_is_and_follows_the_knobs(page,
 
 
 def test_a_search_shows_how_far_it_is_follows_the_knobs_and_its_plan_can_be_taken(page, server):
-    """On a slow machine a search may take a minute: its answer is waited for, and nothing takes its place."""
-    small = "&set=batch=16&set=cluster.devices_per_node=4&set=plan.stages=2&set=plan.microbatches=4"
-    visit(page, server, f"?scenario=demo{small}")
+    """One that takes minutes is seen, and turned away from before its end; a small one takes its place."""
+    large = "&set=batch=4096&set=plan.stages=2&set=plan.microbatches=4"
+    page.goto(f"{server}?scenario=demo{large}")
+    shows_step_time(page, step_time("demo", "batch=4096", "plan.stages=2", "plan.microbatches=4"))
     page.get_by_role("button", name="Find the best plan").click()
     expect(page.locator("#advice")).to_contain_text("Searching")
     page.locator("#overlap").uncheck(force=True)
     address_has(page, "cluster.overlap%3Dfalse")
-    page.get_by_role("link", name="take this plan").click(timeout=180_000)
+    expect(page.locator("#advice")).to_contain_text("Searching")
+    small = "&set=batch=16&set=cluster.devices_per_node=4&set=plan.stages=2&set=plan.microbatches=4"
+    visit(page, server, f"?scenario=demo{small}&set=cluster.overlap=false")
+    page.get_by_role("link", name="take this plan").click()
     address_has(page, "plan.balance")
     address_has(page, "cluster.overlap%3Dfalse")
     expect(page.locator("#advice")).to_contain_text("This is the best plan")
@@ -597,10 +617,11 @@ def test_what_is_downloaded_simulates_to_what_is_on_screen(page, server, tmp_pat
 
 
 def test_a_run_is_started_followed_compared_and_listed(page, server, runs):
-    visit(page, server, "?scenario=bubble&set=plan.microbatches=4&set=plan.stages=2#runs")
+    # With steps of some seconds, so that the page sees them, however seldom a busy machine lets it look.
+    visit(page, server, "?scenario=bubble&set=batch=256&set=plan.microbatches=4&set=plan.stages=2#runs")
     page.click("#run-start")
-    expect(page.locator("#run-phase")).to_contain_text(re.compile("measuring step [1-5] of 5"), timeout=120_000)
-    expect(page.locator("#run-log")).to_contain_text(": finished", timeout=120_000)
+    expect(page.locator("#run-phase")).to_contain_text(re.compile("measuring step [1-5] of 5"))
+    expect(page.locator("#run-log")).to_contain_text(": finished")
     page.wait_for_selector("#compare-timelines .js-plotly-plot .barlayer .point")
     page.wait_for_selector("#accuracy-chart .scatterlayer .point")
     expect(page.locator("#accuracy")).to_contain_text("step time off by")
@@ -615,7 +636,10 @@ def test_a_run_is_started_followed_compared_and_listed(page, server, runs):
 def test_a_run_is_stopped_by_its_button_with_all_its_processes(page, server, runs):
     def processes() -> list[str]:
         """Of runs in this test's folder: the launcher and its ranks."""
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+        lines = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has just ended
+                lines.append(path.read_bytes())
         return [line.decode() for line in lines if str(runs).encode() in line]
 
     visit(page, server, "?scenario=checkpoint&set=plan.stages=2#runs")
@@ -758,10 +782,10 @@ def test_the_training_of_the_plan_on_screen_is_told_in_days_and_money(page, serv
     page.goto(server + "?scenario=checkpoint&set=plan.checkpoint=always")
     page.locator("[role=tab][id$='tab-weeks']").click()
     told = page.locator("#weeks-told")
-    expect(told).to_contain_text("days, ", timeout=60_000)
+    expect(told).to_contain_text("days, ")
     expect(told).to_contain_text("USD, goodput")
     page.locator("#weeks-tokens").fill("lots")
-    expect(told).to_contain_text("expected a number of tokens", timeout=60_000)
+    expect(told).to_contain_text("expected a number of tokens")
 
 
 def test_the_page_is_operated_by_the_keyboard_alone(page, server):
@@ -877,7 +901,7 @@ def test_no_chart_reaches_beyond_its_card_however_often_something_changes(page, 
     for M in (7, 6, 5, 4):
         page.fill("#microbatches", str(M))
         shows_step_time(page, step_time("bubble", f"plan.microbatches={M}"))
-        page.wait_for_function(f"({MISPLACED})().length === 0", timeout=5000)
+        page.wait_for_function(f"({MISPLACED})().length === 0")
         quiet(page)
         assert page.evaluate(MISPLACED) == []
     page.click("#pin")

@@ -97,7 +97,7 @@ def test_a_blocking_sender_goes_on_only_when_its_message_has_arrived():
     assert not done.wait(0.1)  # the kernel has it, the receiver has not
     cable.open.set()
     received.wait()
-    waiting.join(timeout=30)
+    waiting.join(timeout=600)
     assert done.is_set()
     receiver.close()
     sender.close()

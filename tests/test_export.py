@@ -719,7 +719,7 @@ def test_a_batch_script_runs_measures_and_compares_on_two_nodes(tmp_path):
     }
     script = export(plan, "slurm").text
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "step time" in done.stdout

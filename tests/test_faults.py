@@ -4,6 +4,8 @@ right message and status 1, no process is left behind, and nothing that was fini
 import io
 import json
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -80,9 +82,14 @@ def gpipe(*arguments: object, fault: str = "none:0:F:0") -> subprocess.Completed
     return subprocess.CompletedProcess([], status, said[0].getvalue(), said[1].getvalue())
 
 
+HANG_S = 6
+"""The patience with a rank that hangs. With all others it is without end: a busy machine makes ranks wait, too."""
+
+
 def run_with(fault: str, folder: Path, run: Path, *options: object) -> subprocess.CompletedProcess[str]:
     command = ["run", scenario_file(folder), "--device", "cpu", "--warmup", 0, "--steps", 6, "--out", run]
-    return gpipe(*command, "--timeout", 3, *options, fault=fault)
+    patience = HANG_S if fault.split(":")[0] in ("stop", "sleep") else 600
+    return gpipe(*command, "--timeout", patience, *options, fault=fault)
 
 
 def assert_failed_cleanly(done: subprocess.CompletedProcess[str], run: Path) -> None:
@@ -100,8 +107,8 @@ def assert_failed_cleanly(done: subprocess.CompletedProcess[str], run: Path) -> 
     [
         ("kill:0:B:3", "rank 0 was killed by SIGKILL"),
         ("kill:1:F:0", "rank 1 was killed by SIGKILL"),
-        ("stop:1:B:1", "no step finished for 3 s: rank 1 is stopped (SIGSTOP)"),
-        ("sleep:0:F:2", "no step finished for 3 s: rank 0 stands in faults.py:"),
+        ("stop:1:B:1", f"no step finished for {HANG_S} s: rank 1 is stopped (SIGSTOP)"),
+        ("sleep:0:F:2", f"no step finished for {HANG_S} s: rank 0 stands in faults.py:"),
         ("term:1:F:1", "rank 1 was killed by SIGTERM"),
         ("leave:0:B:0", "rank 0 left with status 0 before its work was done"),
     ],
@@ -203,13 +210,11 @@ def test_a_rank_waits_for_another_where_its_innermost_frame_communicates(frames,
 
 def test_a_rank_that_is_only_slow_is_waited_for(tmp_path):
     """Stopped for two seconds in the middle of a step, less than the patience."""
-    done = run_with("pause:1:F:1", tmp_path, tmp_path / "run", "--timeout", 10)
+    done = run_with("pause:1:F:1", tmp_path, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     steps = load_run(tmp_path / "run")[1].steps
-    times = [max(timeline.end_s[-1] for timeline in step.ranks) for step in steps]
     assert len(steps) == 6
-    assert max(range(6), key=times.__getitem__) == 2
-    assert times[2] > 1.5
+    assert max(timeline.end_s[-1] for timeline in steps[2].ranks) > 2.0
 
 
 def test_a_process_that_is_started_by_one_that_died_meanwhile_does_not_begin():
@@ -266,34 +271,43 @@ def test_a_profile_of_which_one_rank_or_all_hang_is_given_up_and_leaves_nothing_
     monkeypatch.setenv("TMPDIR", str(temporary))
     out = tmp_path / "measured.json"
     fault = f"sleep:{ranks}:F:0"
-    done = gpipe("profile", scenario_file(tmp_path), "--device", "cpu", "--out", out, "--timeout", 2, fault=fault)
+    done = gpipe("profile", scenario_file(tmp_path), "--device", "cpu", "--out", out, "--timeout", HANG_S, fault=fault)
     assert done.returncode == 1, done.stderr
-    assert "nothing was measured for 2 s: rank " in done.stderr
+    assert f"nothing was measured for {HANG_S} s: rank " in done.stderr
     assert "rank 1 stands in faults.py:" in done.stderr or ranks == "*"
     assert not workers_of(tmp_path)
     assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
+
+
+def wait_until_gone(folder: Path, seconds: float = 120.0) -> None:
+    """The kernel ends processes one after the other, and may take its time; what was left behind would stay."""
+    until = time.monotonic() + seconds
+    while left := workers_of(folder):
+        assert time.monotonic() < until, f"left behind: {left}"
+        time.sleep(0.1)
 
 
 LAUNCHER = """
 import sys, time
 from pathlib import Path
 from gpipe_exec.devices.supervision import ranks_of_this_machine
-worker, found = ["gpipe_exec.run.worker", sys.argv[1]], {"PYTHONPATH": sys.argv[2]}
+worker, found = [sys.argv[1] + "/forever.py"], {"PYTHONPATH": sys.argv[2]}
 with ranks_of_this_machine(2, worker, Path(sys.argv[1]), found, fork=sys.argv[3] == "fork") as watched:
-    while not watched.ranks():
-        time.sleep(0.01)
-    print("begun", flush=True)
+    while not watched.ranks() and not watched.wait(0.01):
+        pass
+    print("begun" if watched.ranks() else "ended", flush=True)
     time.sleep(1000)
 """
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(tmp_path):
-    """In the first moments of a rank, forked or afresh; a run and a profile are started alike."""
+    """In the first moments of a rank, forked or afresh, that would not end by itself; runs and profiles start alike."""
     asked = {signal.SIGHUP: "fork", signal.SIGQUIT: "afresh", signal.SIGKILL: "fork"}
     launchers = []
     for number, how in asked.items():
         folder = tmp_path / number.name
         folder.mkdir()
+        (folder / "forever.py").write_text("import time; time.sleep(100_000)")
         line = [sys.executable, "-c", LAUNCHER, str(folder), str(ROOT), how]
         launchers.append(subprocess.Popen(line, stdout=subprocess.PIPE, env=environment()))
     for number, launcher in zip(asked, launchers, strict=True):
@@ -301,11 +315,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(tmp_path):
             assert launcher.stdout is not None
             assert launcher.stdout.readline() == b"begun\n"
             launcher.send_signal(number)
-    for _ in range(100):
-        if not workers_of(tmp_path):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"left behind: {workers_of(tmp_path)}")
+    wait_until_gone(tmp_path)
 
 
 def listeners(processes: Iterable[int]) -> set[str]:
@@ -321,19 +331,15 @@ def listeners(processes: Iterable[int]) -> set[str]:
 
 def test_no_rank_outlives_the_command_that_started_it(tmp_path):
     run = tmp_path / "run"
-    command = [*GPIPE, "run", str(scenario_file(tmp_path)), "--device", "cpu", "--out", str(run), "--timeout", "60"]
+    command = [*GPIPE, "run", str(scenario_file(tmp_path)), "--device", "cpu", "--out", str(run), "--timeout", "600"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment("sleep:1:F:0")) as process:
         while not list(run.glob("ranks/rank*.json")):
             assert process.poll() is None
             time.sleep(0.1)
         assert listeners(workers_of(run)) == {"0100007F"}, "and meanwhile they listen to nobody on other machines"
         process.send_signal(signal.SIGKILL)  # so that it cannot clean up
-        process.wait(timeout=60)
-    for _ in range(100):  # the kernel ends them one after the other
-        if not workers_of(run):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"left behind: {workers_of(run)}")
+        process.wait()
+    wait_until_gone(run)
 
 
 # --- the disk ------------------------------------------------------------------------------------------------------
@@ -367,6 +373,8 @@ def test_a_full_disk_ends_a_run_and_what_was_written_before_can_be_compared_late
 
 # --- the network ---------------------------------------------------------------------------------------------------
 
+Host = subprocess.Popen[str]
+
 
 @pytest.fixture
 def two_hosts() -> Iterator[tuple[str, str]]:
@@ -391,39 +399,64 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def started_on(two_hosts: tuple[str, str], cards: tuple[str, str], folder: Path, *options: object) -> Iterator[Host]:
+    """The commands that are printed for two machines, each on its own."""
+    command = ["run", scenario_file(folder), "--device", "cpu", "--out", folder / "run", "--nodes", 2, "--warmup", 0]
+    printed = gpipe(*command, "--rdzv-endpoint", "10.77.0.1:29555", *options).stdout
+    commands = [line for line in printed.splitlines() if not line.startswith("#")]
+    ours = environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    ours |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for name, card, line in zip(two_hosts, cards, commands, strict=True):
+        yield subprocess.Popen(
+            ["ip", "netns", "exec", name, "sh", "-c", f"exec env {line}"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ours | {"GLOO_SOCKET_IFNAME": card},
+            cwd=folder,
+            start_new_session=True,
+        )
+
+
+@needs_root
+def test_a_rank_that_cannot_be_reached_is_told_by_its_name_on_both_machines(two_hosts, tmp_path):
+    """The second names a card that leads nowhere: the first tries to connect to it, and the second waits for that."""
+    for command in (
+        "link add v1 type veth peer v2",
+        "addr add 10.76.0.2/24 dev v1",
+        "link set v1 up",
+        "link set v2 up",
+    ):
+        ip("-n", two_hosts[1], *command.split())
+    with ExitStack() as at_exit:
+        hosts = list(started_on(two_hosts, ("v0", "v1"), tmp_path, "--timeout", 1))
+        for host in hosts:
+            at_exit.callback(host.kill)
+        told = [host.communicate(timeout=600)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [1, 1]
+    name = platform.node()
+    for text, here, there in ((told[0], "0", f"1 on {name} at 10.76.0.2"), (told[1], "1", f"0 on {name} at 10.77.0.1")):
+        assert re.search(rf"UnreachableError: rank {here} on {name} at \S+ cannot reach rank {there} \(", text), text
+    wait_until_gone(tmp_path)
+
+
 @needs_root
 def test_a_cable_that_is_cut_ends_both_hosts_and_keeps_what_they_measured(two_hosts, tmp_path):
     run = tmp_path / "run"
-    command = ["run", scenario_file(tmp_path), "--device", "cpu", "--out", run, "--nodes", 2, "--warmup", 0]
-    command += ["--rdzv-endpoint", "10.77.0.1:29555", "--timeout", 3, "--steps", 1_000_000]
-    printed = gpipe(*command).stdout
-    commands = [line for line in printed.splitlines() if not line.startswith("#")]
-    ours = environment() | {"GLOO_SOCKET_IFNAME": "v0", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    ours |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with ExitStack() as at_exit:
-        hosts = []
-        for name, line in zip(two_hosts, commands, strict=True):
-            host = subprocess.Popen(
-                ["ip", "netns", "exec", name, "sh", "-c", f"exec env {line}"],
-                stderr=subprocess.PIPE,
-                text=True,
-                env=ours,
-                cwd=tmp_path,
-                start_new_session=True,
-            )
+        hosts = list(started_on(two_hosts, ("v0", "v0"), tmp_path, "--timeout", HANG_S, "--steps", 1_000_000))
+        for host in hosts:
             at_exit.callback(host.kill)
-            hosts.append(host)
         while not all((run / "ranks" / f"rank{rank}.json").is_file() for rank in (0, 1)):
             assert all(host.poll() is None for host in hosts)
             time.sleep(0.1)
         ip("-n", two_hosts[0], "link", "set", "v0", "down")
         for host in hosts:
-            host.communicate(timeout=110)
+            host.communicate(timeout=600)
             assert host.returncode not in (0, None)
-    assert not workers_of(run)
+    wait_until_gone(run)
     told = [path.read_text() for path in run.glob("ranks/*.error")]
     assert len(told) == 2
-    assert any("no step finished for 3 s: another rank, or the link to it, is gone" in text for text in told)
+    assert any(f"no step finished for {HANG_S} s: another rank, or the link to it, is gone" in text for text in told)
     again = gpipe("compare", run, "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["steps"] >= 1

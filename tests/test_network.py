@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,24 +33,24 @@ needs_hosts = pytest.mark.skipif(bool(what_is_missing()), reason=f"hosts need {'
 # --- hosts -----------------------------------------------------------------------------------------------------------
 
 
-def namespaces() -> set[str]:
-    """Every network namespace that some process is in."""
+def namespaces(processes: Iterable[int | str] = ("[0-9]*",)) -> set[str]:
+    """Every network namespace but this one that these processes are in, or any process at all."""
     found = set()
-    for link in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            found.add(os.readlink(link))
-        except OSError:  # it has just ended
-            continue
-    return found
+    for process in processes:
+        for link in Path("/proc").glob(f"{process}/ns/net"):
+            with suppress(OSError):  # it has just ended
+                found.add(os.readlink(link))
+    return found - {os.readlink("/proc/self/ns/net")}
 
 
 def descendants(pid: int) -> set[int]:
     found, tasks = set(), [pid]
     while tasks:
         for file in Path(f"/proc/{tasks.pop()}/task").glob("*/children"):
-            children = set(map(int, file.read_text().split()))
-            found |= children
-            tasks += children
+            with suppress(OSError):  # it has just ended
+                children = set(map(int, file.read_text().split()))
+                found |= children
+                tasks += children
     return found
 
 
@@ -95,16 +97,16 @@ def test_hosts_reach_each_other_and_nothing_else():
 
 @needs_hosts
 def test_an_exception_leaves_no_host_behind():
-    before, there = namespaces(), interfaces()
-    inside = None
+    there, inside, made = interfaces(), None, set()
     with pytest.raises(ZeroDivisionError), Hosts(3) as hosts:
         inside = hosts.start(2, ["sleep", "1000"], os.environ, subprocess.DEVNULL)
-        assert len(namespaces() - before) == 4  # and the switch
+        made |= namespaces(descendants(os.getpid()))
+        assert len(made) == 4  # and the switch
         pids = {host.pid for host in hosts.all}
         1 / 0  # noqa: B018
     assert inside.poll() is not None
     assert not any(map(is_running, pids))
-    assert namespaces() <= before
+    assert not made & namespaces()
     assert interfaces() == there
 
 
@@ -114,7 +116,7 @@ def test_an_exception_leaves_no_host_behind():
 )
 def test_a_benchmark_that_is_ended_leaves_nothing_behind(number, status):
     """Not even by SIGKILL, after which nobody is there to clean up."""
-    before, there = namespaces(), interfaces()
+    there = interfaces()
     process = subprocess.Popen(
         [sys.executable, BENCHMARK, "--quick"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -122,14 +124,15 @@ def test_a_benchmark_that_is_ended_leaves_nothing_behind(number, status):
     while not any(b"gpipe_exec.probe" in command_line(pid) for pid in descendants(process.pid)):
         time.sleep(0.05)  # until torchrun is at work in there
     begun = descendants(process.pid)
-    assert namespaces() - before
+    made = namespaces(begun)
+    assert made
     process.send_signal(number)
     assert process.wait() == status
     wait_until_gone(begun)
     assert b"Traceback" not in process.stderr.read()
     process.stdout.close()
     process.stderr.close()
-    assert namespaces() <= before
+    assert not made & namespaces()
     assert interfaces() == there
 
 

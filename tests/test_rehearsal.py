@@ -203,7 +203,7 @@ def test_the_printed_commands_run_the_plan_on_two_machines(tmp_path):
         subprocess.Popen(["bash", "-c", command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for command in commands
     ]
-    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert [process.wait(timeout=600) for process in started] == [0, 0]
     assert len(load_run(out)[1].steps) == 2
     assert gpipe("compare", out).returncode == 0
 

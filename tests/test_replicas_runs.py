@@ -112,10 +112,14 @@ def test_a_collective_starts_when_the_last_replica_is_ready(tmp_path):
 # --- with real processes --------------------------------------------------------------------------------------------
 
 
+SLOWDOWN = 3.0
+"""So much that nothing else which runs on this machine makes every action of a rank as slow."""
+
+
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
     """Two replicas of two stages that divide their parameters; a rank of the second is slower."""
-    cluster = {"devices_per_node": 4, "slowdown": {3: 1.3}}
+    cluster = {"devices_per_node": 4, "slowdown": {3: SLOWDOWN}}
     one = made(stages=2, batch=12, replicas=2, shard="parameters", cluster=cluster)
     folder = tmp_path_factory.mktemp("rehearsal")
     execute(one, folder, Settings(device="rehearse", steps=2, warmup=1, stretch=default_stretch(one)))
@@ -141,7 +145,10 @@ def test_a_rehearsal_of_replicas_holds_what_was_predicted_and_its_own_figures_ex
     assert abs(comparison.attribution_s["unexplained"]) < 0.01 * comparison.step_time_s
     ranks = [[step.replicas[replica].ranks[1] for step in measured.steps] for replica in range(2)]
     fast, slow = (min((one.end_s - one.start_s)[one.actions.are("F")].min() for one in steps) for steps in ranks)
-    assert slow > 1.2 * fast  # by its shortest action: what else runs on a machine only makes them longer
+    nominal = made.forward_s[1].min()
+    assert (
+        nominal * (1 - 1e-6) <= fast < SLOWDOWN * nominal * (1 - 1e-6) <= slow
+    )  # what else runs makes them only longer
 
 
 def test_replicas_that_divide_the_optimizers_state_run_and_are_compared(tmp_path):

@@ -47,7 +47,7 @@ def scenario_file(folder: Path, function: str, *, checkpoint: str = "always") ->
     return path
 
 
-def gpipe(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def gpipe(*arguments: object, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     command = [BIN / "gpipe", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -229,7 +229,7 @@ def test_ctrl_c_ends_every_process(tmp_path, asked):
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(asked)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "interrupted" in said
     assert f"gpipe compare {run}" in said

@@ -34,7 +34,7 @@ def command(num_processes, *options):
 def train(num_processes, *options):
     """Run the example under torchrun; return the loss before and after, as its last line tells."""
     done = subprocess.run(
-        command(num_processes, *options), env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+        command(num_processes, *options), env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     last_line = done.stdout.splitlines()[-1]
@@ -51,7 +51,7 @@ def fails(*options):
         env=ENVIRONMENT | alone,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 2, done.stderr[-4000:]
@@ -104,7 +104,7 @@ def interrupted(tmp_path_factory):
     )
     process.stdout.readline()
     process.send_signal(signal.SIGINT)  # torchrun passes it on, and itself ends with a traceback of its own
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     return path, out, err
 
 

@@ -7,6 +7,7 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
+from threading import Lock
 
 from gpipe_sim.base.files import InputError, Problem, parse_json, parse_yaml, write_text
 from gpipe_sim.make.planfile import parse_plan
@@ -24,11 +25,20 @@ WANTED = ("plan.yaml", "measured.json", "environment.json", "predicted.json")
 
 def unpack_run(data: bytes, folder: Path, name: str) -> Path:
     """Make a run directory of an archive; nothing is written of one that holds no run."""
+    with _one_at_a_time:
+        return _unpack(data, folder, name)
+
+
+_one_at_a_time = Lock()
+"""An upload takes many times its bytes while it is checked, whoever sends it."""
+
+
+def _unpack(data: bytes, folder: Path, name: str) -> Path:
+    found = _members(data)
     kept = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    if kept + len(data) > MAX_RUNS:
+    if kept + sum(map(len, found.values())) > MAX_RUNS:
         message = f"there is no room for it: the runs here have {kept // 2**20} MiB, expected some to be deleted first"
         raise InputError([Problem("upload", "", message)])
-    found = _members(data)
     missing = [name for name in WANTED[:2] if name not in found]
     if missing:
         raise InputError([Problem("upload", missing[0], "is missing, expected the zip file of a run directory")])

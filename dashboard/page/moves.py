@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dashboard.jobs.tasks import Task
 from dashboard.page import ids, knobs
-from dashboard.page.state import Library, State, current, points, settled
+from dashboard.page.state import Library, State, current, figures_of, points, settled
 from gpipe_sim.base.files import InputError
 from gpipe_sim.base.units import format_bandwidth, format_bytes, format_seconds
 from gpipe_sim.explain.predict import Prediction, predict_all
@@ -71,7 +71,7 @@ def what_next(state: State, library: Library, task: Task) -> Next:
         if (prediction := _predicted(changed, library)) is not None:
             found.append(Move(words, kind, changed, prediction))
     moves = _helpful(here, found)
-    return Next(here, moves, len(found), [] if moves else list(_elsewhere(here, exact, library, found)))
+    return Next(figures_of(here), moves, len(found), [] if moves else list(_elsewhere(here, exact, library, found)))
 
 
 def _predicted(state: State, library: Library) -> Prediction | None:

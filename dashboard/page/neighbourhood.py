@@ -4,6 +4,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from threading import Lock
 from typing import Any
 
@@ -11,7 +12,7 @@ from dashboard.charts.many_plans import mode_of
 from dashboard.jobs.tasks import Task
 from dashboard.page import knobs
 from dashboard.page.cards import PLAN_COLUMNS
-from dashboard.page.state import Library, State, current, explore
+from dashboard.page.state import LARGE_CELLS, Library, State, alone_if_large, cells_of, current, explore, figures_of
 from gpipe_sim.explain.predict import Prediction
 from gpipe_sim.plan.plan import Plan
 
@@ -27,7 +28,9 @@ class Around:
     plans: list[Prediction]
     """Over K, M and checkpoint mode."""
     links: list[Prediction]
-    """The plan on screen over `BANDWIDTHS`; empty where it has none."""
+    """The plan on screen over `BANDWIDTHS`; empty where it has none, or is large."""
+    here_is_large: bool
+    """So that others as large as the plan on screen, and it over other links, are left out."""
 
     @property
     def like_here(self) -> list[Prediction]:
@@ -43,16 +46,20 @@ def around(state: State, library: Library, task: Task | None = None) -> Around:
             _known.move_to_end(key)
             return _known[key]
     task = task or Task(key)
-    here = current(state, library)
+    here = figures_of(current(state, library))
     grid = _grid(here)
     jitter = here.plan.scenario.cluster.jitter
     num_plans = math.prod(map(len, grid.values())) + len(BANDWIDTHS)
     task.total = num_plans * (1 + (jitter.samples if jitter else 1))
-    plans = explore(state.with_settings(plan__balance=None, plan__placement=None), library, grid, task.advance)
     network = here.plan.scenario.cluster.network is not None
     name = "cluster.network.bandwidth" if network else "cluster.link.bandwidth"
-    links = explore(state, library, {name: [knobs.link_text(value) for value in BANDWIDTHS]}, task.advance)
-    found = Around(here, plans, links if len(links) == len(BANDWIDTHS) else [])
+    cells = [int(str(S)) * int(str(M)) for S, M, _ in product(*grid.values())]
+    with alone_if_large([min(LARGE_CELLS, number) for number in cells]):
+        plans = explore(state.with_settings(plan__balance=None, plan__placement=None), library, grid, task.advance)
+        links = explore(state, library, {name: [knobs.link_text(value) for value in BANDWIDTHS]}, task.advance)
+    if here_is_large := cells_of(here.plan.scenario) > LARGE_CELLS:
+        plans.append(here)
+    found = Around(here, plans, links if len(links) == len(BANDWIDTHS) else [], here_is_large)
     with _lock:
         _known[key] = found
         while len(_known) > 16:

@@ -15,7 +15,7 @@ from dashboard.page import ids, knobs
 from dashboard.page.callbacks import problem_list, state_of
 from dashboard.page.cards import once_more, progress
 from dashboard.page.neighbourhood import BANDWIDTHS, Around, around, table_row, with_choice
-from dashboard.page.state import Library, State, cluster_of, current, open_space, settled, with_plan
+from dashboard.page.state import LARGE_CELLS, Library, State, cluster_of, current, open_space, settled, with_plan
 from gpipe_sim.base.files import InputError
 from gpipe_sim.search.advise import Advice, advise
 
@@ -53,9 +53,17 @@ def _register_charts(app: dash.Dash, library: Library, tasks: Tasks) -> None:
             told = progress(f"Predicting the plans around this one: {share}", percent)
             return [no_update] * 6 + [told, once_more(ticks)]
         try:
-            return [*space_figures(task.value(), metric), None, no_update]
+            return [*space_figures(task.value(), metric), left_out(task.value()), no_update]
         except InputError:
             return [NOTHING] * 5 + [[], None, no_update]
+
+
+def left_out(found: Around) -> Any:
+    """A word where there is less to see than there could be."""
+    if not found.here_is_large:
+        return None
+    told = f"Of plans with more than {LARGE_CELLS} stages times micro-batches only the one on screen is shown here."
+    return dmc.Text(told, size="sm", c="dimmed")
 
 
 def space_figures(found: Around, metric: sweeps.Metric) -> list[Any]:

@@ -10,11 +10,13 @@ A scenario that came from the browser may not name files of the server: no profi
 
 import base64
 import binascii
+import ctypes
 import json
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -22,6 +24,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
+from weakref import ref
 
 from dashboard.jobs.tasks import SupersededError
 from gpipe_sim.base.files import Document, InputError, Problem, parse_yaml, read_text, yaml_text
@@ -30,17 +33,18 @@ from gpipe_sim.make.making import make_plan
 from gpipe_sim.make.planfile import is_plan
 from gpipe_sim.plan.orders import SCHEDULES, position_of
 from gpipe_sim.plan.plan import Plan
-from gpipe_sim.plan.program import DeadlockError
+from gpipe_sim.plan.program import DeadlockError, program_of, program_of_shape
 from gpipe_sim.scenario.reading import parse_scenario, with_overrides
 from gpipe_sim.scenario.schema import PlanSpec, Scenario, is_order_file
 from gpipe_sim.search.choices import Space, space_of
+from gpipe_sim.step.waves import graph_of
 
 MAX_TEXT = 200_000
 """Characters of a scenario that comes from a browser."""
 MAX_PLANS = 2000
 """Of a sweep that comes from a browser."""
-MAX_CELLS = 2**21
-"""Stages times micro-batches of a plan on the page: what it can show in a minute, 512 by 4096."""
+MAX_CELLS = 2**20
+"""Stages times micro-batches of a plan on the page: what it shows in half a minute and half a gigabyte, 256 by 4096."""
 KEPT_CELLS, KEPT = 2**19, 64
 """Of all plans that are kept to be shown again, and how many those may be: about 150 MB; the last is always kept."""
 LARGE_CELLS = 2**17
@@ -230,12 +234,13 @@ def points(state: State, library: Library, *more: str) -> Sequence[Scenario]:
 def _refuse_large(scenarios: Iterable[Scenario]) -> None:
     """A plan that would take the page's memory, and minutes."""
     for scenario in scenarios:
-        if (cells := _cells(scenario)) > MAX_CELLS:
+        if (cells := cells_of(scenario)) > MAX_CELLS:
             message = f"found {cells} stages times micro-batches, expected at most {MAX_CELLS} here: use gpipe simulate"
             raise scenario.error("plan", message)
 
 
-def _cells(scenario: Scenario) -> int:
+def cells_of(scenario: Scenario) -> int:
+    """Stages times micro-batches."""
     return (scenario.plan.num_stages or 1) * (scenario.plan.num_microbatches or 1)
 
 
@@ -248,14 +253,14 @@ def current(state: State, library: Library, page: str | None = None) -> Predicti
     if page is not None:
         with _wanted_lock:
             _wanted.pop(page, None)
-            _wanted[page] = answer
+            _wanted[page] = ref(answer)
             while len(_wanted) > _MOST_PAGES:
                 _wanted.pop(next(iter(_wanted)))
     return answer.value()
 
 
-_wanted: dict[str, "_Answer"] = {}
-"""Page -> what it asked for last."""
+_wanted: dict[str, "ref[_Answer]"] = {}
+"""Page -> what it asked for last, which is not kept for that."""
 _wanted_lock = Lock()
 _MOST_PAGES = 256
 
@@ -278,6 +283,27 @@ def _answer(state: State, library: Library) -> "_Answer":
 _one_large = Lock()
 
 
+@contextmanager
+def alone_if_large(cells: Sequence[int]) -> Iterator[None]:
+    """Around the prediction of plans with so many stages times micro-batches: one large piece of work at a time."""
+    if max(cells) <= LARGE_CELLS and sum(cells) <= MAX_CELLS:
+        yield
+        return
+    with _one_large:
+        try:
+            yield
+        finally:
+            _forget_programs()
+
+
+def _forget_programs() -> None:
+    """After work that was large: let go of what was kept for more of the kind, and give the system its memory back."""
+    for kept in (program_of, program_of_shape, graph_of):
+        kept.cache_clear()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 @dataclass(eq=False)
 class _Answer:
     """A prediction, or why there is none; made by whoever asks first, while others who ask the same wait for it."""
@@ -290,7 +316,7 @@ class _Answer:
     @property
     def cells(self) -> int:
         """What it holds, in stages times micro-batches."""
-        return _cells(self.found.plan.scenario) if isinstance(self.found, Prediction) else 0
+        return cells_of(self.found.plan.scenario) if isinstance(self.found, Prediction) else 0
 
     def value(self) -> Prediction:
         with self.lock:
@@ -307,8 +333,7 @@ class _Answer:
 
     def _make(self) -> Prediction:
         scenarios = points(self.state, self.library)
-        is_large = max(map(_cells, scenarios)) > LARGE_CELLS or sum(map(_cells, scenarios)) > MAX_CELLS
-        with _one_large if is_large else nullcontext():
+        with alone_if_large([*map(cells_of, scenarios)]):
             return self._predict(scenarios)
 
     def _predict(self, scenarios: Sequence[Scenario]) -> Prediction:
@@ -334,7 +359,12 @@ class _Answer:
 def _is_wanted(answer: _Answer) -> bool:
     """By any page."""
     with _wanted_lock:
-        return answer in _wanted.values()
+        return any(wanted() is answer for wanted in _wanted.values())
+
+
+def figures_of(prediction: Prediction) -> Prediction:
+    """The same without its timeline, which is made again where it is asked for: to be kept with many others."""
+    return replace(prediction, kept_step=None)
 
 
 def is_same(one: Prediction, other: Prediction) -> bool:
@@ -362,7 +392,7 @@ def explore(
     grid: Mapping[str, Sequence[object]],
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[Prediction]:
-    """The state with every combination of these values; combinations that make no plan are left out.
+    """The state with every combination of these values; those that make no plan, or a large one, are left out.
 
     `advance` is called for each plan that is made, and for each that is predicted.
     """
@@ -389,7 +419,8 @@ def _plans(state: State, library: Library, grid: Mapping[str, Iterable[object]])
         chosen = [f"{path}={value}" for path, value in zip(grid, values, strict=True)]
         try:
             (point,) = parse_scenario(document, *chosen)
-            _refuse_large([point])
+            if cells_of(point) > LARGE_CELLS:
+                continue
             plan = make_plan(point)
         except (InputError, DeadlockError):
             continue

@@ -13,17 +13,26 @@ import torch
 import torch.distributed as dist
 
 from gpipe_exec.devices.accelerator import backend_for, backends_of, runs_in_order
+from gpipe_exec.devices.reach import come_together
 
 
-def start_processes(device: torch.device, timeout: timedelta) -> None:
-    """Meet the other processes that torchrun has started.
+def start_processes(device: torch.device, timeout: timedelta, meeting: timedelta | None = None) -> None:
+    """Meet the other processes that torchrun has started, on the CPU within `meeting`, if given; `timeout` is what any
+    of them waits for another afterwards.
 
     With its device a communicator is made at once; without, at its first use, and the host waits for it then.
     """
     bound = device if device.type != "cpu" else None
     # Every unbatched operation would warn that those of a communicator run in order, which is what `wires` is about.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    dist.init_process_group(backend_for(device), timeout=timeout, device_id=bound)
+
+    def connect() -> None:
+        dist.init_process_group(backend_for(device), timeout=timeout, device_id=bound)
+
+    if bound is None and meeting is not None:
+        come_together(connect, meeting)
+    else:
+        connect()
 
 
 def make_communicators(count: int, device: torch.device) -> Sequence[dist.ProcessGroup | None]:

@@ -105,8 +105,8 @@ def commands_for_machines(plan: Plan, run: Path, settings: Settings, num_nodes: 
     for node in range(num_nodes):
         where = ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rdzv-backend", "static"]
         where += ["--rdzv-endpoint", str(settings.endpoint)]
-        where += ["--rdzv-conf", f"timeout={settings.timeout + 30:.0f}"]  # to wait for each other at the start
-        command = ["python", "-m", "torch.distributed.run", "--nproc-per-node", str(plan.world // num_nodes)]
+        where += ["--rdzv-conf", f"timeout={settings.timeout + FIRST_S:.0f}"]  # to wait for each other at the start
+        command = ["python", "-m", "gpipe_exec.run.machine", "--nproc-per-node", str(plan.world // num_nodes)]
         command += [*where, "-m", *_worker(run, settings)]
         commands.append(" ".join(f"{name}={value}" for name, value in STEADY.items()) + " " + shlex.join(command))
     return commands

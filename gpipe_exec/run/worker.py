@@ -34,6 +34,7 @@ from gpipe_exec.devices.environment import find_own_models
 from gpipe_exec.devices.groups import start_processes
 from gpipe_exec.devices.process import die_with_parent, leave, take_turns
 from gpipe_exec.devices.recorder import Recorder
+from gpipe_exec.devices.supervision import FIRST_S
 from gpipe_exec.engine.delivery import Acknowledged, SentAside
 from gpipe_exec.engine.messages import Value, flatten, unflatten
 from gpipe_exec.engine.optimizers import make_optimizer
@@ -128,7 +129,9 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     # The launcher notices a hang first; this is for the case that the launcher is gone. Ranks wait for each other while
     # some of them still build their layers.
     patience = timedelta(seconds=arguments.timeout + BUILD_S)
-    start_processes(device, patience)
+    # No launcher sees all machines: each rank watches itself.
+    alone = int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
+    start_processes(device, patience, timedelta(seconds=arguments.timeout + FIRST_S) if alone else None)
     if arguments.device == "rehearse":
         overheads = calibrate(plan.link(0) if arguments.links == "real" and plan.num_ranks > 1 else None, asleep=True)
         if rank == 0:
@@ -141,8 +144,6 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     beat(arguments.run, rank)  # built: the first step comes next
     layer_times = _LayerTimes(job, plan, device, clock) if arguments.reprofile else None
     record = RankRecord(rank=rank, clock=[clock_offset()])
-    # No launcher sees all machines: each rank watches itself.
-    alone = dist.get_world_size() > int(os.environ["LOCAL_WORLD_SIZE"])
     watchdog = Watchdog(arguments.run, rank, arguments.timeout) if alone else None
     for step in range(arguments.warmup + arguments.steps):
         recorder.enabled = step >= arguments.warmup

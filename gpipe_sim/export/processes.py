@@ -60,8 +60,8 @@ def starting(plan: Plan, node: str, indent: str = "") -> str:
     processes = processes_per_node(plan)
     lines = [
         f"processes=({' '.join(map(str, processes))})",
-        f'exec python -m torch.distributed.run --nproc-per-node "${{processes[${node}]}}" --nnodes {len(processes)} \\',
-        f'    --node-rank "${node}" --rdzv-backend static --rdzv-endpoint "$ENDPOINT" \\',
+        f'exec python -m gpipe_exec.run.machine --nproc-per-node "${{processes[${node}]}}" \\',
+        f'    --nnodes {len(processes)} --node-rank "${node}" --rdzv-backend static --rdzv-endpoint "$ENDPOINT" \\',
         f'    -m gpipe_exec.run.worker "$RUN_DIR" --steps 10 --warmup 3 --device {device_of(plan)}',
     ]
     return "\n".join(indent + line for line in lines)

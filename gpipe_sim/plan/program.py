@@ -27,12 +27,13 @@ What depends on the plan's shape alone is compiled once for all plans of that sh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from gpipe_sim.base.arrays import Flags, Indices
+from gpipe_sim.base.kept import kept
 from gpipe_sim.plan.actions import COLLECTIVES, KINDS, Action, Letter
 from gpipe_sim.plan.lanes import Lane, lane_of
 from gpipe_sim.plan.order import ActionList, Order
@@ -42,6 +43,10 @@ from gpipe_sim.scenario.schema import BackwardOrder, Recompute, Shard
 
 Route = tuple[int, int]
 """From a stage to a later one: outputs go there, gradients come back."""
+
+
+_ROOM = 2**20
+"""Stages times micro-batches of all programs that are kept; each takes about a hundred bytes."""
 
 
 class Shape(NamedTuple):
@@ -68,6 +73,10 @@ class Shape(NamedTuple):
     def num_ranks(self) -> int:
         """K."""
         return max(self.positions) + 1
+
+    def num_cells(self) -> int:
+        """Stages times micro-batches."""
+        return len(self.positions) * self.num_microbatches
 
 
 def shape_of(plan: Plan, *, communication: bool = True) -> Shape:
@@ -212,7 +221,11 @@ class Program:
 # --- from a plan ---------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4)
+def _cells_of_plan(plan: Plan) -> int:
+    return plan.num_stages * plan.num_microbatches
+
+
+@kept(_cells_of_plan, room=_ROOM, most=4)
 def program_of(plan: Plan) -> Program:
     """The plan's own program: it recomputes what the plan recomputes."""
     shape = shape_of(plan)
@@ -221,7 +234,7 @@ def program_of(plan: Plan) -> Program:
     return compile_program(order, shape.positions, on_demand=on_demand, shard=shape.shard)
 
 
-@lru_cache(maxsize=48)
+@kept(Shape.num_cells, room=_ROOM, most=48)
 def program_of_shape(shape: Shape) -> Program:
     """The program of every plan of a shape: it has an R wherever a plan might, which takes no time elsewhere."""
     again = np.full((len(shape.positions), shape.num_microbatches), shape.recomputes)

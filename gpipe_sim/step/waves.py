@@ -28,13 +28,13 @@ Collectives of replicas (`plan.lanes`) are no part of the waves. A first forward
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise, starmap
 from typing import NamedTuple
 
 import numpy as np
 
 from gpipe_sim.base.arrays import Array, Indices
+from gpipe_sim.base.kept import kept
 from gpipe_sim.plan.actions import COLLECTIVES, KINDS, Letter
 from gpipe_sim.plan.program import Program, Shape, program_of_shape
 
@@ -43,6 +43,9 @@ Rows = slice | Indices
 
 _TIME_0: Rows = slice(0, 1)
 """Nothing is waited for."""
+
+_ROOM = 2**19
+"""Stages times micro-batches of all graphs that are kept; each takes some three hundred bytes."""
 
 
 class Wave(NamedTuple):
@@ -149,7 +152,7 @@ class Graph:
         return times
 
 
-@lru_cache(maxsize=48)
+@kept(Shape.num_cells, room=_ROOM, most=48)
 def graph_of(shape: Shape) -> Graph | None:
     """The dependencies of plans of this shape, in waves; None if the schedule cannot finish."""
     return make_graph(program_of_shape(shape), shape.window, blocking=shape.blocking)

@@ -24,8 +24,9 @@ def sample(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pause() -> None:
-    """Stand still until someone else lets it go on, two seconds later."""
-    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+    """Stand still until someone else lets it go on, two seconds after it has been seen to stand still."""
+    moves = f"grep -q '^State:.[^T]' /proc/{os.getpid()}/status"
+    subprocess.Popen(["sh", "-c", f"while {moves}; do sleep 0.05; done; sleep 2; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
