@@ -109,6 +109,9 @@ def test_slowdowns_nodes_and_cores_are_those_of_the_rank_in_the_cluster():
         ({"replicas": 8}, {}, "plan.microbatches: found 2, expected at most a replica's share of the batch, 1"),
         ({"replicas": 4}, {"devices_per_node": 6}, "plan.replicas: found 4, expected at most 3: each replica needs 2"),
         ({"replicas": 0}, {}, "plan.replicas: "),
+        ({}, {"spine": {"bandwidth": "1 GB/s"}}, "cluster.nodes_per_switch: is missing"),
+        ({}, {"nodes_per_switch": 2}, "cluster.spine: is missing"),
+        ({}, NODES | {"nodes_per_switch": 1, "spine": {"bandwidth": "2 GB/s"}}, "cluster.spine: has more bandwidth"),
         (
             {"order": ["pipeline", "data", "tensor"]},
             {},
@@ -296,31 +299,58 @@ def test_replicas_on_a_node_share_its_nic_and_one_stands_for_all():
     assert step_time_s(simulate(all_of_them)) == pytest.approx(found.step_time_s, rel=1e-6)
 
 
-@settings(max_examples=60)
-@given(
-    st.integers(1, 4),
-    st.integers(2, 4),
-    st.integers(1, 6),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([SUMS_INSIDE, MESSAGES_INSIDE]),
-    st.sampled_from(SHARDS),
-    st.sampled_from([10, 50, 200]),
-)
-def test_one_replica_stands_for_all_however_devices_are_numbered(K, D, per_node, nics, order, shard, bandwidth):
-    """All of them simulated, which a slowdown that does not count makes necessary, and one for all: the same."""
-    nodes = -(-K * D // per_node)
+@st.composite
+def meshes_on_nodes(draw):
+    """K equal stages D times on nodes with NICs, numbered either way, behind switches or not."""
+    K, D, per_node = draw(st.integers(1, 4)), draw(st.sampled_from([2, 3, 4, 6])), draw(st.integers(1, 6))
+    order = draw(st.sampled_from([SUMS_INSIDE, MESSAGES_INSIDE]))
     assume(Mesh(K, D, 1, order).is_alike(per_node))
-    cluster = {"nodes": nodes, "devices_per_node": per_node, "nics": nics}
+    bandwidth = draw(st.sampled_from([10, 50, 200]))
+    cluster = {"nodes": -(-K * D // per_node), "devices_per_node": per_node, "nics": draw(st.sampled_from([1, 2, 4]))}
     cluster |= {"network": {"bandwidth": f"{bandwidth} B/s", "latency": "10 ms"}}
-    model = layers([1.0] * K, [2.0] * K, [8.0] * K, [4.0] * K, parameters=100)
-    made = plan(model, 4, batch=4 * D, bandwidth="100 B/s", replicas=D, order=list(order), shard=shard, cluster=cluster)
+    slower = draw(st.sampled_from([None, 1, 2, 5]))
+    if slower:
+        spine = {"bandwidth": f"{bandwidth / slower} B/s", "latency": "10 ms"}
+        cluster |= {"nodes_per_switch": draw(st.integers(1, 3)), "spine": spine}
+    model = layers([1.0] * K, [2.0] * K, [8.0] * K, [4.0] * K, parameters=draw(st.sampled_from([10, 200])))
+    choices = {"replicas": D, "order": list(order), "shard": draw(st.sampled_from(SHARDS)), "batch": 4 * D}
+    return plan(model, 4, bandwidth="100 B/s", cluster=cluster, **choices)
+
+
+@settings(max_examples=80)
+@given(meshes_on_nodes())
+def test_one_replica_stands_for_all_however_devices_are_numbered(made):
+    """All of them simulated, which a slowdown that does not count makes necessary, and one for all: the same."""
     barely = made.scenario.cluster.model_copy(update={"slowdown": {0: 1.0 + 1e-12}})
     all_of_them = replace(made, scenario=replace(made.scenario, cluster=barely))
-    assert (made.simulated_replicas, all_of_them.simulated_replicas) == (1, D)
+    assert all_of_them.simulated_replicas == made.replicas
     alone = step_time_s(simulate(made, memory=False))
     assert step_time_s(simulate(all_of_them, memory=False)) == pytest.approx(alone, rel=1e-6)
     if obstacle(made) is None:
         assert evaluate([made], memory=False)[0].step_time_s == pytest.approx(alone, rel=1e-9)
+
+
+def test_replicas_that_share_nics_unevenly_are_all_simulated():
+    """Three on a node with two NICs: one has its own, and the other two wait for each other."""
+    model = layers([1.0] * 4, [2.0] * 4, [8.0] * 4, [4.0] * 4, parameters=100)
+    cluster = {"nodes": 4, "devices_per_node": 3, "network": {"bandwidth": "10 B/s"}}
+    for nics, simulated in ((1, 1), (2, 3), (3, 1)):
+        made = plan(model, 4, batch=12, bandwidth="100 B/s", replicas=3, cluster=cluster | {"nics": nics})
+        assert made.simulated_replicas == simulated
+
+
+@settings(max_examples=40)
+@given(meshes_on_nodes())
+def test_a_spine_as_fast_as_the_network_is_none_and_a_slower_one_never_helps(made):
+    cluster = made.scenario.cluster
+    flat, wide = (cluster.model_copy(update={"spine": spine}) for spine in (None, cluster.spine and cluster.network))
+    seconds, without, with_it = (
+        step_time_s(simulate(replace(made, scenario=replace(made.scenario, cluster=one)), memory=False))
+        for one in (cluster, flat, wide)
+    )
+    assert with_it == pytest.approx(without, rel=1e-9)
+    if obstacle(made) is None:  # where traffic shares a NIC, less of it may come out better
+        assert seconds >= without * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -440,4 +470,4 @@ def test_the_planner_counts_the_bytes_of_weights_as_the_memory_does(shard):
 
 def test_numbers_of_replicas_that_are_left_out_are_one():
     space = space_of(list(parse_scenario(Document("test.yaml", to_choose_from("4000 B")))))
-    assert space.frames == ((1, "none", ("tensor", "data", "pipeline")),)
+    assert [frame[:2] for frame in space.frames] == [(1, "none")]

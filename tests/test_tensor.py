@@ -102,6 +102,15 @@ def test_simulated_and_evaluated_are_the_same_with_groups_replicas_and_rails():
         )
 
 
+def test_a_tensor_group_pays_the_spine_only_where_it_is_behind_several_switches():
+    spine = {"spine": {"bandwidth": "1 GB/s"}}
+    steps = [
+        predict(gpt(tensor=16, cluster=cluster)).step_time_s
+        for cluster in ({}, spine | {"nodes_per_switch": 2}, spine | {"nodes_per_switch": 1})
+    ]
+    assert steps[0] == steps[1] < steps[2]
+
+
 def test_more_nics_are_never_slower_and_share_what_devices_send():
     steps = [predict(gpt(replicas=16, batch=64, cluster={"nics": nics})).step_time_s for nics in (1, 2, 4, 8)]
     assert steps == sorted(steps, reverse=True)

@@ -144,9 +144,10 @@ class TensorGroup:
 
 
 def tensor_group(cluster: Cluster, tensor: int) -> TensorGroup:
-    """T ranks whose numbers follow each other: in one node, or in all of several."""
+    """T ranks whose numbers follow each other: in one node, or in all of several, which may be behind several switches
+    (all groups exchange at the pace of such a one)."""
     per_node = min(tensor, cluster.devices_per_node or tensor)
-    network = cluster.network or cluster.link
-    return TensorGroup(
-        per_node=per_node, nodes=tensor // per_node, link=cluster.link, network=network, nics=cluster.nics
-    )
+    nodes, behind = tensor // per_node, cluster.nodes_per_switch
+    crosses = cluster.spine is not None and behind is not None and nodes > 1 and behind % nodes > 0
+    network = (cluster.spine if crosses else cluster.network) or cluster.link
+    return TensorGroup(per_node=per_node, nodes=nodes, link=cluster.link, network=network, nics=cluster.nics)

@@ -119,11 +119,17 @@ def _collective_s(plan: Plan, balances: Indices, effects: Effects) -> dict[Lette
     if plan.replicas == 1:
         return {}
     weights = sum_by_stage(plan.profile.parameter_bytes, balances).T
-    link, network = plan.inside_link, plan.scenario.cluster.network or plan.inside_link
-    seconds = {
-        letter: spanning_s(kind, weights * ratio, *plan.group, link, network, plan.collective_sharers)
-        for letter, (kind, ratio) in collective_kinds(plan).items()
-    }
+    link = plan.inside_link
+    networks = {rank: plan.group_network(rank) or link for rank in plan.ranks}
+    of_stage = [networks[rank] for rank in plan.placement]
+    seconds = {}
+    for letter, (kind, ratio) in collective_kinds(plan).items():
+        sizes = weights * ratio
+        each = [
+            spanning_s(kind, size, *plan.group, link, network, plan.collective_sharers)
+            for size, network in zip(sizes, of_stage, strict=True)
+        ]
+        seconds[letter] = np.stack(each)
     return seconds if effects.collectives else {letter: 0.0 * values for letter, values in seconds.items()}
 
 

@@ -40,6 +40,8 @@ class Nic(NamedTuple):
     direction: Literal["out", "in"]
     number: int = 0
     """Which of them: a node's devices take them in turns."""
+    is_spine: bool = False
+    """Its part of the way to nodes behind other switches."""
 
 
 def backward_route(route: tuple[Nic, ...]) -> tuple[Nic, ...]:
@@ -231,8 +233,8 @@ class Plan:
 
     @cached_property
     def simulated_replicas(self) -> int:
-        """How many must be looked at: one where all are alike; all D where jitter, a straggler in some of them, or
-        cores that they share make them differ."""
+        """How many must be looked at: one where all are alike; all D where jitter, a straggler in some of them, cores
+        that they share, NICs that they share unevenly, or a spine between some of them make them differ."""
         cluster, D = self.scenario.cluster, self.replicas
         if D == 1:
             return 1
@@ -240,7 +242,21 @@ class Plan:
         for rank, replica in {self.mesh.place(number) for number in cluster.slowdown}:
             factors.setdefault(rank, []).append(self.rank_slowdown(rank, replica))
         alike = all(len({*found, *([1.0] if len(found) < D else [])}) == 1 for found in factors.values())
+        alike &= cluster.spine is None or all(
+            len({cluster.crosses(self._nodes(stage, replica)) for replica in range(D)}) == 1
+            for stage in range(self.num_stages - 1)
+        )
+        alike &= self._shares_nics_evenly
         return 1 if alike and cluster.jitter is None and not self.crowded_nodes else D
+
+    @property
+    def _shares_nics_evenly(self) -> bool:
+        """Whether as many devices of each block, of replicas or of ranks, pass each of the NICs that it passes."""
+        cluster = self.scenario.cluster
+        if cluster.nodes == 1:
+            return True
+        block = min(self.mesh.block, cluster.devices_per_node or self.mesh.block)
+        return block % cluster.nics == 0 or cluster.nics % block == 0
 
     @cached_property
     def group(self) -> tuple[int, int]:
@@ -332,7 +348,8 @@ class Plan:
     def link(self, stage: int) -> Link:
         """What connects this stage to the next: an edge's own link, the network between nodes, or the node's link."""
         cluster = self.scenario.cluster
-        between_nodes = cluster.network if self._nodes(stage)[0] != self._nodes(stage)[1] else None
+        nodes = self._nodes(stage)
+        between_nodes = cluster.between(nodes) if nodes[0] != nodes[1] else None
         link = cluster.links.get(stage) or between_nodes
         return self.profile.link if link is MEASURED and self.profile.link else link or self.inside_link
 
@@ -352,7 +369,25 @@ class Plan:
             return ()
         ranks = self.placement[stage], self.placement[stage + 1]
         numbers = [self._nic_number(rank, replica) for rank in ranks]
-        return Nic(here, "out", numbers[0]), Nic(there, "in", numbers[1])
+        return self._way(here, numbers[0], there, numbers[1])
+
+    def _way(self, here: int, number: int, there: int, other: int) -> tuple[Nic, ...]:
+        """From a NIC of one node to one of another, or of the same that stands for it."""
+        out, into = Nic(here, "out", number), Nic(there, "in", other)
+        if not self.scenario.cluster.crosses((here, there)):
+            return out, into
+        return out, out._replace(is_spine=True), into._replace(is_spine=True), into
+
+    def group_network(self, rank: int) -> Link | None:
+        """What connects the nodes of the ranks that hold the same stages: the slowest of it."""
+        return self.scenario.cluster.between({self.node_of(rank, replica) for replica in range(self.replicas)})
+
+    def nic_capacity(self, nic: Nic) -> float:
+        """Bytes per second of those that one replica stands for."""
+        cluster = self.scenario.cluster
+        link = cluster.spine if nic.is_spine else cluster.network
+        assert link is not None, "what passes a NIC has a network"
+        return link.bandwidth / self.sharers
 
     def _nic_number(self, rank: int, replica: int) -> int:
         """Which of its node's NICs a replica's rank uses; where one rank stands for others, the first of theirs."""
@@ -371,8 +406,8 @@ class Plan:
         """NIC directions that the traffic of more than one pair of ranks, or of a pair and a collective, passes; each
         direction of a pair by itself. Where one replica stands for all, the same traffic of others does not count: it
         takes its part of the NIC at the same time (`sharers`)."""
-        network = self.scenario.cluster.network
-        if network is None or network.bandwidth == float("inf"):
+        network, spine = self.scenario.cluster.network, self.scenario.cluster.spine
+        if network is None or (network.bandwidth == float("inf") and spine is None):
             return frozenset()
         passing: set[tuple[Nic, int, int]] = set()
         for replica in range(self.simulated_replicas):
@@ -382,14 +417,14 @@ class Plan:
                 passing |= {(nic, ends[1] + replica, ends[0] + replica) for nic in backward_route(route)}
         passes = Counter(nic for nic, _, _ in passing)
         passes += Counter(nic for rank in self.ranks for nic in self.ring_nics(rank))
-        return frozenset(nic for nic, count in passes.items() if count > 1)
+        return frozenset(nic for nic, count in passes.items() if count > 1 and self.nic_capacity(nic) < float("inf"))
 
     def ring_nics(self, rank: int) -> set[Nic]:
         """NICs that a collective of the ranks that hold the same stages passes."""
         members = range(1 if self.simulated_replicas == 1 else min(self.group[0], self.scenario.cluster.nics))
         return {nic for member in members for route in self.ring(rank, member) for nic in route}
 
-    def ring(self, rank: int, member: int = 0) -> tuple[tuple[Nic, Nic], ...]:
+    def ring(self, rank: int, member: int = 0) -> tuple[tuple[Nic, ...], ...]:
         """The ways between nodes of a collective of the ranks that hold the same stages: from each node to the next, of
         one of those in each.
 
@@ -400,11 +435,13 @@ class Plan:
             return ()
         if self.simulated_replicas == 1:
             node, number = self.node_of(rank), self._nic_number(rank, 0)
-            return ((Nic(node, "out", number), Nic(node, "in", number)),)
+            way = self._way(node, number, node, number)
+            spine = self.group_network(rank) is self.scenario.cluster.spine
+            return ((*way, *(nic._replace(is_spine=True) for nic in way if spine)),)
         members = [number * per_node + member for number in range(nodes)]
         at = [(self.node_of(rank, replica), self._nic_number(rank, replica)) for replica in members]
         ways = zip(at, [*at[1:], at[0]], strict=True)
-        return tuple((Nic(here[0], "out", here[1]), Nic(there[0], "in", there[1])) for here, there in ways)
+        return tuple(self._way(*here, *there) for here, there in ways)
 
     def core(self, rank: int, replica: int = 0) -> int:
         """The core of its node that a rank is pinned to: the ranks of all replicas take the cores in turns."""

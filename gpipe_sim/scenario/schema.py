@@ -5,7 +5,7 @@ a list to sweep over, a scenario has one of its values.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -445,6 +445,11 @@ class Cluster(Strict):
     nics: Count = 1
     """Ways out of a node, each with all of ``network``: its devices take them in turns, and what a device sends passes
     its own."""
+    spine: LinkField | None = None
+    """What each of these ways has on to nodes behind another switch, where switches have fewer ways up than down; left
+    out, all of ``network``."""
+    nodes_per_switch: Count | None = None
+    """Nodes that are behind a switch together, in the order of their numbers; needed with ``spine``."""
     links: dict[int, LinkField] = Field(default_factory=dict)
     """Edges that differ: key k is the edge from stage k to stage k+1, such as ``{2: {bandwidth: 12 GB/s}}``."""
     overlap: bool = True
@@ -477,6 +482,15 @@ class Cluster(Strict):
                 return group.device
             node -= group.nodes
         return self.device
+
+    def crosses(self, nodes: Iterable[int]) -> bool:
+        """Whether the spine is between some of these nodes."""
+        each = self.nodes_per_switch
+        return self.spine is not None and each is not None and len({node // each for node in nodes}) > 1
+
+    def between(self, nodes: Iterable[int]) -> Link | None:
+        """What connects these nodes, which are several."""
+        return self.spine if self.crosses(nodes) else self.network
 
     @property
     def num_devices(self) -> int | None:

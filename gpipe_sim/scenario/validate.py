@@ -169,6 +169,11 @@ def _cluster_contradictions(cluster: Cluster) -> Iterator[tuple[FieldPath, str]]
         yield ("cluster", "devices_per_node"), f"is missing: with {cluster.nodes} nodes it says which rank sits where"
     if cluster.nodes > 1 and cluster.network is None:
         yield ("cluster", "network"), f"is missing: {cluster.nodes} nodes need a way out of each node"
+    if (cluster.spine is None) != (cluster.nodes_per_switch is None):
+        missing = "spine" if cluster.spine is None else "nodes_per_switch"
+        yield ("cluster", missing), "is missing: spine is between groups of nodes_per_switch nodes"
+    elif cluster.spine and (cluster.network is None or cluster.spine.bandwidth > cluster.network.bandwidth):
+        yield ("cluster", "spine"), "has more bandwidth than network, expected at most what leaves a node"
     if cluster.memory_limit <= 0:
         memory = format_bytes(cluster.memory_limit + cluster.reserve)
         yield ("cluster", "memory_reserve"), f"leaves nothing of the device's {memory}"

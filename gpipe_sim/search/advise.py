@@ -347,7 +347,8 @@ def _all_links_scaled(plan: Plan, factor: float) -> Plan:
     link = plan.profile.link if cluster.link is MEASURED and plan.profile.link else cluster.link
     network = _scaled(cluster.network, factor) if cluster.network else None
     links = {edge: _scaled(own, factor) for edge, own in cluster.links.items()}
-    return _with(plan, link=_scaled(link, factor), network=network, links=links)
+    spine = _scaled(cluster.spine, factor) if cluster.spine else None
+    return _with(plan, link=_scaled(link, factor), network=network, spine=spine, links=links)
 
 
 def _bandwidth_changes(advice: Advice) -> Iterator[str]:

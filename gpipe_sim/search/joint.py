@@ -30,6 +30,7 @@ from gpipe_sim.plan.orders import SCHEDULES, position_of
 from gpipe_sim.plan.partition import partition
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.plan.stages import microbatch_sizes
+from gpipe_sim.scenario.catalog import Link
 from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE, Dimensions
 from gpipe_sim.scenario.schema import Checkpoint, RecomputeUnit, Scenario, Shard, Transformer
 from gpipe_sim.scenario.validate import plan_contradictions
@@ -405,7 +406,7 @@ class JointSearch:
         if choice.frame.replicas == 1:
             return 0.0
         per = bytes_per_parameter(self.scenario.optimizer, self.scenario.dtype, self.scenario.precision)
-        group = *traffic.group, cluster.link, cluster.network or cluster.link, traffic.sharers
+        group = *traffic.group, cluster.link, traffic.network or cluster.link, traffic.sharers
         summed = weights * per.gradient / per.weight
         if choice.frame.shard == "none":
             return spanning_s("sum", summed, *group)
@@ -440,6 +441,7 @@ class JointSearch:
             latency_s=np.array([link.latency for link, _ in links]),
             slowdowns=tuple(slowest),
             group=plan.group,
+            network=min(map(plan.group_network, plan.ranks), key=lambda one: one.bandwidth if one else 0.0),
             sharers=plan.collective_sharers * max(rings.values(), default=1),
         )
 
@@ -454,6 +456,8 @@ class _Traffic(NamedTuple):
     """Of each rank, in the slowest replica."""
     group: tuple[int, int]
     """Of the ranks that hold the same stages: how many in each node, and in how many nodes."""
+    network: Link | None
+    """Between those nodes, of the rank for which it is slowest."""
     sharers: int
     """Of a NIC, where all ranks of a node sum at once."""
 

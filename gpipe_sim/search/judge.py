@@ -132,7 +132,8 @@ def _with_half_the_network(plan: Plan) -> Plan:
     if cluster.network is None:
         return plan
     network = replace(cluster.network, bandwidth=cluster.network.bandwidth / 2)
-    halved = cluster.model_copy(update={"network": network})
+    spine = cluster.spine and replace(cluster.spine, bandwidth=cluster.spine.bandwidth / 2)
+    halved = cluster.model_copy(update={"network": network, "spine": spine})
     return replace(plan, scenario=replace(plan.scenario, cluster=halved))
 
 

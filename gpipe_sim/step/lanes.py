@@ -94,7 +94,7 @@ def lane_processes(
         if not is_shared or plan.shared_nics.isdisjoint(plan.ring_nics(rank)):
             yield env.timeout(float(figures.collective_s[collective.kind][collective.stage, 0]))
             return
-        phases, network = _phases(plan, collective), plan.scenario.cluster.network
+        phases, network = _phases(plan, collective), plan.group_network(rank)
         assert network is not None, "what passes a NIC has a network"
         own_rate = network.bandwidth / plan.collective_sharers
         yield env.timeout(phases.before_s)
@@ -126,7 +126,8 @@ _SHARE_BEFORE: Mapping[Kind, float] = {"sum": 0.5, "scatter": 1.0, "gather": 0.0
 
 def _phases(plan: Plan, collective: Collective) -> _Phases:
     kind, ratio = collective_kinds(plan)[collective.kind]
-    (per_node, nodes), link, network = plan.group, plan.inside_link, plan.scenario.cluster.network
+    (per_node, nodes), link = plan.group, plan.inside_link
+    network = plan.group_network(plan.placement[collective.stage])
     assert network is not None, "what passes a NIC has a network"
     weights = sum_by_stage(plan.profile.parameter_bytes, np.array([plan.balance]))[0, collective.stage]
     size, passes = ratio * float(weights), 2 if kind == "sum" else 1

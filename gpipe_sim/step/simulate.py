@@ -147,9 +147,7 @@ class _World:
     ) -> None:
         self.plan, self.program, self.effects = plan, program, effects
         self.env = Environment()
-        network = plan.scenario.cluster.network
-        capacity = network.bandwidth / plan.sharers if network else 0.0
-        self.nics = FairShare(self.env, dict.fromkeys(plan.shared_nics, capacity))
+        self.nics = FairShare(self.env, {nic: plan.nic_capacity(nic) for nic in plan.shared_nics})
         self.cores = self._cores()
         measured = replays[0].collectives
         self.lanes = lane_processes(self.env, plan, program, figures, effects, self.nics, len(replays), measured)
@@ -334,7 +332,8 @@ class _Replica:
                 carrier.given = {i: given[m] for i, m in enumerate(microbatches.tolist()) if m in given}
             elif passed and effects.communication and effects.sharing:
                 carrier = SharedCarrier(*arguments)
-                carrier.sizes, carrier.bandwidth = sizes[channel.edge, microbatches], plan.link(channel.edge).bandwidth
+                carrier.sizes = sizes[channel.edge, microbatches]
+                carrier.bandwidth = plan.link(channel.edge).bandwidth / plan.sharers
                 carrier.nics, carrier.uses, carrier.line = self.world.nics, passed, wire
             else:
                 carrier = Carrier(*arguments)
