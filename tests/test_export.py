@@ -46,7 +46,7 @@ def transformer_plan(
     """A plan that every target can express, unless `plan` says otherwise."""
     data = {
         "name": "small",
-        "model": {"kind": "transformer", "layers": layers, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32},
+        "model": {"kind": "transformer", "layers": layers, "hidden": 64, "heads": 4, "vocab": 1024, "sequence": 32},
         "batch": batch,
         "dtype": "fp32",
         "cluster": {"device": "a100-80gb", "link": "nvlink3"} | (cluster or {}),
@@ -128,7 +128,7 @@ def test_every_block_is_on_one_stage(blocks, data):
 
 
 def test_megatron_has_flags_for_the_models_of_today():
-    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32}
+    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1024, "sequence": 32}
     today = {"kv_heads": 2, "norm": "rms", "gated": True, "positions": "rotary", "tied": True}
     flags = megatron(transformer_plan(general={"model": model | today}))
     pairs = ["--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm"]
@@ -190,7 +190,7 @@ def test_megatron_has_the_plans_numbers_under_its_flags():
     flags = " ".join(megatron(transformer_plan(checkpoint="always", general={"dtype": "bf16"})))
     assert flags == (
         "--pipeline-model-parallel-size 3 --micro-batch-size 2 --global-batch-size 8 --num-layers 5 --hidden-size 64 "
-        "--ffn-hidden-size 256 --num-attention-heads 4 --vocab-size 1000 --untie-embeddings-and-output-weights "
+        "--ffn-hidden-size 256 --num-attention-heads 4 --vocab-size 1024 --untie-embeddings-and-output-weights "
         "--seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
         "--pipeline-model-parallel-layout Et*2|t*2|tL --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --bf16 --grad-reduce-in-bf16 --optimizer adam"
@@ -510,6 +510,16 @@ def test_precision_is_the_plans_or_what_it_is_instead_is_said():
         assert "Precision" not in said(mixed, target)
 
 
+def test_megatron_pads_the_vocabulary_and_it_is_said_to_what():
+    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 32000, "sequence": 32}
+    for tensor, text in (
+        (1, ""),
+        (4, "The vocabulary is padded to 32,256, a multiple of 128 for each device of a tensor group."),
+    ):
+        plan = transformer_plan(balance=[4, 4], tensor=tensor, general={"model": model})
+        assert said(plan, "megatron") == text
+
+
 def test_megatron_adds_gradients_up_in_what_the_plan_says_and_not_in_its_own_default():
     """Without a flag it would be fp32 with bf16, two bytes per parameter more than a plan in mixed precision has."""
     flags = {"--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"}
@@ -540,7 +550,7 @@ def test_deepspeed_adds_gradients_up_in_fp32_with_its_first_stage_of_zero_alone(
 
 
 def test_attention_is_recomputed_by_itself_by_megatron_and_elsewhere_it_is_said_what_is():
-    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32}
+    model = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1024, "sequence": 32}
     plan = transformer_plan(
         checkpoint="always", recompute_unit="attention", general={"model": model | {"attention": "classic"}}
     )

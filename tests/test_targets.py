@@ -103,7 +103,7 @@ CLASSIC = {"attention": "classic"}
 def test_megatron_core_builds_configurations_and_models_of_the_planned_size_from_the_exported_flags(
     tmp_path, choices, model, general
 ):
-    shape = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1000, "sequence": 32} | model
+    shape = {"kind": "transformer", "layers": 5, "hidden": 64, "heads": 4, "vocab": 1024, "sequence": 32} | model
     plan = transformer_plan(layers=5, general={"model": shape} | general, **choices)
     script = export_plan(plan, "megatron", plan_path="plan.yaml").text + '\nprintf "%s\\n" "${PLAN_ARGS[@]}"'
     flags = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()

@@ -46,6 +46,11 @@ def write(plan: Plan, plan_path: str) -> Written:
         flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te"] if model.fused_loss else []
         flags += ["--attention-backend unfused"] if model.attention == "classic" else []
         flags += [] if equal else [f"--pipeline-model-parallel-layout '{_layout(blocks)}'"]
+        padded = -(-model.vocab // (128 * plan.tensor)) * 128 * plan.tensor
+        if padded != model.vocab:
+            cannot.append(
+                f"The vocabulary is padded to {padded:,}, a multiple of 128 for each device of a tensor group."
+            )
         if plan.num_stages > 1 and plan.balance[-1] == 1:
             empty = ", which leaves the stage before it empty" if plan.balance[-2] == 1 else ""
             cannot.append(f"The final norm runs with the head, on the last stage{empty}.")
