@@ -497,8 +497,7 @@ def test_the_space_around_a_plan_shows_how_far_it_is_and_follows_the_knobs(page,
 def test_a_search_shows_how_far_it_is_follows_the_knobs_and_its_plan_can_be_taken(page, server):
     """One that takes minutes is seen, and turned away from before its end; a small one takes its place."""
     large = "&set=batch=4096&set=plan.stages=2&set=plan.microbatches=4"
-    page.goto(f"{server}?scenario=demo{large}")
-    shows_step_time(page, step_time("demo", "batch=4096", "plan.stages=2", "plan.microbatches=4"))
+    visit(page, server, f"?scenario=demo{large}")
     page.get_by_role("button", name="Find the best plan").click()
     expect(page.locator("#advice")).to_contain_text("Searching")
     page.locator("#overlap").uncheck(force=True)
