@@ -94,9 +94,9 @@ def _most_promising(setups: Iterable[Outlook]) -> Iterator[Outlook]:
 
 
 def _best_s(searcher: Searcher, limit: float, after: int = 0) -> float:
-    """The fastest within the limit, of those that were found after so many."""
+    """The fastest within the limit, of those that were found after so many or known from elsewhere."""
     found = islice(searcher.judge.found.values(), after, None)
-    return min((c.step_time_s for c in found if c.peak_bytes <= limit), default=np.inf)
+    return min([searcher.known_s(limit), *(c.step_time_s for c in found if c.peak_bytes <= limit)])
 
 
 def _is_beyond(plan: Plan) -> bool:
