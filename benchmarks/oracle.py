@@ -1,6 +1,7 @@
 """Does the search find the best plan? Families of cases, each with an oracle that knows a plan to be as good as:
 
 * *latency*: transformers behind slow links; the best of what `gpipe simulate` would sweep, which the search may choose;
+* *mixtures*: the same over stages, replicas and tensor groups at once, on all devices or fewer of them;
 * *choices*: the search itself with fewer values to choose from;
 * *placement*: ranks that are slow; every placement with the cut that makes the slowest stage fastest;
 * *shared NIC*: two nodes; every plan there is, simulated;
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import Headline, add_option, save
 
-from gpipe_sim.base.files import Document
+from gpipe_sim.base.files import Document, InputError
 from gpipe_sim.cost.pipedream import import_pipedream
 from gpipe_sim.make.making import make_plan, order_of_backwards, stage_costs
 from gpipe_sim.plan.plan import Plan
@@ -143,6 +145,48 @@ def latency_cases(small: bool) -> Iterator[Case]:
         lists |= {"checkpoint": ["never", "always"]}
         name = f"{blocks} blocks, {devices} devices, {latency * 1e3:.2g} ms"
         yield Case(name, data, lambda data=data, lists=lists: swept(data | {"plan": lists}))
+
+
+def mixture_cases(small: bool) -> Iterator[Case]:
+    luck = np.random.default_rng(8)
+    fixed = [(12, 512, 5, 32, 31e-3, 10, 60), (23, 512, 7, 24, 7e-6, 300, 60), (24, 2048, 7, 6, 3e-3, 300, 0)]
+    drawn = [
+        (
+            int(luck.integers(4, 26)),
+            int(luck.choice([512, 1024, 2048, 4096])),
+            int(luck.integers(2, 9)),
+            int(luck.choice([6, 8, 16, 24, 32, 48])),
+            float(10 ** luck.uniform(-6, -1.5)),
+            int(luck.choice([2, 10, 50, 300])),
+            int(luck.choice([0, 60, 70, 75])),
+        )
+        for _ in range(0 if small else 13)
+    ]
+    for blocks, hidden, devices, batch, latency, bandwidth, reserve in fixed[:2] if small else fixed + drawn:
+        data: Data = {
+            "name": "mixture",
+            "model": {"kind": "transformer", "layers": blocks, "hidden": hidden, "heads": 16, "vocab": 32000}
+            | {"sequence": 1024},
+            "batch": batch,
+            "cluster": {"device": "a100-80gb", "devices_per_node": devices, "memory_reserve": f"{reserve} GiB"}
+            | {"link": {"bandwidth": f"{bandwidth} GB/s", "latency": f"{latency!r} s"}},
+        }
+        oracle = lambda data=data, devices=devices, few=small: best_that_fits(mixtures(data, devices, few=few))  # noqa: E731
+        yield Case(f"{blocks} blocks, {devices} devices, {latency * 1e3:.2g} ms", data, oracle)
+
+
+def mixtures(data: Data, devices: int, *, few: bool) -> Iterator[Plan]:
+    """Pipelines, replicas of them and tensor groups on any number of devices, with the smallest bottleneck."""
+    schedules, groups = (("1f1b",), (1,)) if few else (("gpipe", "1f1b", "interleaved_1f1b"), (1, 2, 4, 8))
+    for T, D, schedule in itertools.product(groups, range(1, devices + 1), schedules):
+        v = 2 if schedule == "interleaved_1f1b" else 1
+        for K in range(1, devices // (T * D) + 1):
+            spec: Data = {"stages": v * K, "stages_per_rank": v, "replicas": D, "tensor": T, "schedule": schedule}
+            spec |= {"microbatches": [M for M in (1, 2, 4, 8, 16, 32, 64) if M <= data["batch"] // D]}
+            spec |= {"checkpoint": ["never", "always"], "recompute_unit": ["stage", "layer"]}
+            spec |= {"shard": ["none", "optimizer", "parameters"] if D > 1 else "none"}
+            with suppress(InputError):  # which layers, batch or devices do not divide into
+                yield from map(make_plan, points_of(data | {"plan": spec}))
 
 
 def choices_cases(small: bool) -> Iterator[Case]:
@@ -368,6 +412,7 @@ def local_search(data: Data, tries: int) -> float:
 
 FAMILIES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "latency": latency_cases,
+    "mixtures": mixture_cases,
     "choices": choices_cases,
     "placement": placement_cases,
     "shared NIC": nic_cases,

@@ -4,7 +4,8 @@
 * *many plans* of one shape, as a search compares them: other cuts and other stages recomputed, memory included;
 * *many samples* of one plan's jitter, memory included;
 * *an order* made for the plan's own times, `schedule: auto`;
-* *a search* over K = 1..16, M = 1..128, three schedules and the checkpoint mode of every stage, for 48 blocks.
+* *searches* over K = 1..16, M = 1..128 and the checkpoint mode of every stage, for 48 blocks: with the three plain
+  schedules, with all of them, and with replicas and tensor groups, too.
 
 Both must agree on step time and peak memory. CPU seconds, best of `--repeat`, taking turns; what counts are the ratios,
 for the speed of a machine drifts. How good the cuts are is in `cuts.py`, how good the recommendation in `regret.py`.
@@ -39,7 +40,13 @@ SIMULATED = 10
 """Of the many, those that are simulated too."""
 GOALS = {"gpipe": 10_000, "1f1b": 10_000, "interleaved_1f1b": 5_000, "zb_v": 5_000}
 """Plans per second; the last two have two stages on each rank, and the last splits backwards."""
-AUTO_GOAL_S, SEARCH_GOAL_S = 2.0, 5.0
+AUTO_GOAL_S = 2.0
+SEARCHES: dict[str, tuple[str, float]] = {
+    "plain schedules": ("plan: {replicas: 1, tensor: 1, schedule: [naive, gpipe, 1f1b]}", 5.0),
+    "every schedule": ("plan: {replicas: 1, tensor: 1}", 10.0),
+    "replicas and tensor groups": ("", 10.0),
+}
+"""What is left to choose from: what the scenario fixes, and the seconds that a search may take."""
 STAGES_PER_RANK = {"interleaved_1f1b": 2, "zb_v": 2}
 REPEAT = ".venv/bin/python benchmarks/planner.py"
 
@@ -59,12 +66,13 @@ def plan_of(K: int, M: int, schedule: str = "gpipe") -> Plan:
     return make_plan(parse_scenario(parse_yaml(text, "benchmark"))[0])
 
 
-def search_space() -> Space:
-    """A transformer of 48 blocks, everything left to choose."""
-    text = """
-    model: {kind: transformer, layers: 48, hidden: 2048, heads: 32, vocab: 32000, sequence: 1024}
+def search_space(fixed: str) -> Space:
+    """A transformer of 48 blocks, everything else left to choose."""
+    text = f"""
+    model: {{kind: transformer, layers: 48, hidden: 2048, heads: 32, vocab: 32000, sequence: 1024}}
     batch: 128
-    cluster: {device: a100-80gb, devices_per_node: 16, link: {bandwidth: 300 GB/s, latency: 5 us}}
+    cluster: {{device: a100-80gb, devices_per_node: 16, link: {{bandwidth: 300 GB/s, latency: 5 us}}}}
+    {fixed}
     """
     return space_of(list(parse_scenario(parse_yaml(text, "benchmark"))))
 
@@ -190,29 +198,31 @@ def main() -> None:
         )
     )
 
-    space, best = search_space(), float("inf")
-    for _ in range(repeat):
-        graph_of.cache_clear()
-        before = time.process_time()
-        candidates = search(space)
-        best = min(best, time.process_time() - before)
-    frames = len(space.stages) * len(space.microbatches) * len(space.schedules)
-    console.print(f"search: {frames} frames, {len(candidates)} plans evaluated, in {best:.2f} s")
-    quick = best < SEARCH_GOAL_S
-    console.print(f"goal: under {SEARCH_GOAL_S:.0f} s: {'held' if quick else 'missed'}")
-    headlines.append(
-        Headline(
-            what=f"search {frames} frames of 48 blocks, every cut and checkpoint",
-            peer=f"the goal of {SEARCH_GOAL_S:.0f} s",
-            ours=f"{best:.2f} s",
-            theirs=f"{SEARCH_GOAL_S:.0f} s",
-            ratio=SEARCH_GOAL_S / best,
-            held=quick,
-            repeat=REPEAT,
+    for name, (fixed, goal) in SEARCHES.items():
+        space, best = search_space(fixed), float("inf")
+        for _ in range(repeat):
+            graph_of.cache_clear()
+            before = time.process_time()
+            candidates = search(space)
+            best = min(best, time.process_time() - before)
+        held &= best < goal
+        verdict = "held" if best < goal else "missed"
+        console.print(
+            f"search, {name}: {len(candidates)} plans evaluated, in {best:.2f} s (goal {goal:.0f} s: {verdict})"
         )
-    )
+        headlines.append(
+            Headline(
+                what=f"search 48 blocks on 16 devices, {name}",
+                peer=f"the goal of {goal:.0f} s",
+                ours=f"{best:.2f} s",
+                theirs=f"{goal:.0f} s",
+                ratio=goal / best,
+                held=best < goal,
+                repeat=REPEAT,
+            )
+        )
     save(arguments.rows, headlines)
-    raise SystemExit(0 if held and quick else 1)
+    raise SystemExit(0 if held else 1)
 
 
 if __name__ == "__main__":

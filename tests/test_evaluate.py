@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plans import equal_stages, layers, plan, random_plans
 
 from gpipe_sim.explain.predict import predict, predict_all
-from gpipe_sim.plan.figures import Effects
+from gpipe_sim.plan.figures import Effects, similar
 from gpipe_sim.plan.orders import SCHEDULES, position_of
 from gpipe_sim.plan.plan import Plan
 from gpipe_sim.plan.program import Shape, shape_of
@@ -194,3 +194,14 @@ def test_plans_that_share_are_simulated_among_those_that_are_evaluated():
     found = [prediction.step_time_s for prediction in predict_all(plans)]
     assert found == pytest.approx([predict(plan).step_time_s for plan in plans], rel=EXACT)
     assert [prediction.breakdown_s["contention"] > 0 for prediction in predict_all(plans)] == [False, True, False]
+
+
+def test_plans_are_told_apart_by_what_their_cluster_is_and_not_by_which_object_it_is():
+    one = equal_stages(2, 2)
+    again = replace(one, scenario=replace(one.scenario, cluster=one.scenario.cluster.model_copy()))
+    faster = replace(one.scenario.cluster.link, bandwidth=1e9)
+    other = replace(
+        one, scenario=replace(one.scenario, cluster=one.scenario.cluster.model_copy(update={"link": faster}))
+    )
+    assert similar(again) == similar(one) != similar(other)
+    assert hash(similar(again)) == hash(similar(one))

@@ -84,13 +84,13 @@ def simulate(
         raise KeyboardInterrupt
 
 
-Question = tuple[str, list["Plan"]]
+Asked = tuple[str, list["Plan"]]
 """A file's name for itself, and its plans."""
 Answer = tuple[str, list["Prediction"]]
 """A scenario's name and the predictions of its plans."""
 
 
-def load_questions(files: Sequence[Path], overrides: Sequence[str]) -> list[Question]:
+def load_questions(files: Sequence[Path], overrides: Sequence[str]) -> list[Asked]:
     """The plans of every file; the mistakes of all of them, if there are any."""
     from gpipe_sim.make.making import make_plan, order_notes
     from gpipe_sim.make.planfile import is_plan, parse_plan
@@ -133,7 +133,7 @@ def load_questions(files: Sequence[Path], overrides: Sequence[str]) -> list[Ques
     return questions
 
 
-def predict_plans(questions: Sequence[Question], engine: Engine | None = None) -> tuple[list[Answer], bool]:
+def predict_plans(questions: Sequence[Asked], engine: Engine | None = None) -> tuple[list[Answer], bool]:
     """Predict every plan, showing progress. Interrupted, it returns what is finished, and that it was.
 
     A single plan is simulated unless the engine says otherwise: whoever asks for one looks at its timeline.

@@ -21,19 +21,19 @@ from gpipe_sim.cost.transformer import DTYPE_BYTES, Layer, transformer_layers
 from gpipe_sim.scenario.catalog import DType, Link
 from gpipe_sim.scenario.schema import Cluster, Transformer
 
-Collective = Literal["sum", "gather", "scatter"]
+CollectiveKind = Literal["sum", "gather", "scatter"]
 _Size = TypeVar("_Size", float, Array)
 """Bytes of one collective, or of many."""
 
 
-def collective_s(kind: Collective, size: _Size, n: int, bandwidth: float, latency: float) -> _Size:
+def collective_s(kind: CollectiveKind, size: _Size, n: int, bandwidth: float, latency: float) -> _Size:
     """Seconds of a collective of n ranks on one ring; `size` is that of the whole, in bytes, not of a shard."""
     passes = 2 if kind == "sum" else 1
     return passes * (n - 1) * (size / n / bandwidth + latency)
 
 
 def spanning_s(
-    kind: Collective, size: _Size, per_node: int, nodes: int, link: Link, network: Link, sharers: int | None = None
+    kind: CollectiveKind, size: _Size, per_node: int, nodes: int, link: Link, network: Link, sharers: int | None = None
 ) -> _Size:
     """Seconds of a collective of ``per_node`` ranks in each of ``nodes`` nodes: inside a node, then between nodes.
 

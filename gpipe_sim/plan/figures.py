@@ -11,7 +11,7 @@ import numpy as np
 
 from gpipe_sim.base.arrays import Array, Flags, Indices
 from gpipe_sim.base.limits import CELLS
-from gpipe_sim.cost.collectives import Collective, spanning_s
+from gpipe_sim.cost.collectives import CollectiveKind, spanning_s
 from gpipe_sim.cost.recompute import recomputed_in_backward
 from gpipe_sim.cost.transformer import bytes_per_parameter
 from gpipe_sim.plan.actions import Letter
@@ -108,10 +108,10 @@ def figures_of(plans: Sequence[Plan], effects: Effects = ALL_EFFECTS, replica: i
     )
 
 
-def collective_kinds(plan: Plan) -> dict[Letter, tuple[Collective, float]]:
+def collective_kinds(plan: Plan) -> dict[Letter, tuple[CollectiveKind, float]]:
     """S and G -> what they are, and how many bytes for each byte of weights."""
     per = bytes_per_parameter(plan.scenario.optimizer, plan.dtype, plan.scenario.precision)
-    summing: Collective = "sum" if plan.shard == "none" else "scatter"
+    summing: CollectiveKind = "sum" if plan.shard == "none" else "scatter"
     return {"S": (summing, per.gradient / per.weight), "G": ("gather", 1.0)}
 
 
@@ -134,11 +134,12 @@ def _collective_s(plan: Plan, balances: Indices, effects: Effects) -> dict[Lette
 
 
 def similar(plan: Plan) -> tuple[object, ...]:
-    """Plans of one shape that are equal in this differ in nothing but balance and checkpoint."""
+    """Plans of one shape that are equal in this differ in nothing but balance and checkpoint. A profile is equal to
+    itself only: its tables are large."""
     scenario = plan.scenario
-    of_scenario = id(scenario.cluster), scenario.batch, scenario.optimizer, scenario.precision
+    of_scenario = scenario.cluster, scenario.batch, scenario.optimizer, scenario.precision
     return (
-        id(plan.profile),
+        plan.profile,
         *of_scenario,
         plan.placement,
         plan.recompute_unit,

@@ -38,6 +38,8 @@ def recomputed(mode: Checkpoint, num_microbatches: int) -> tuple[bool, ...]:
 
 def per_microbatch(by_size: Sequence[Array], sizes: Sequence[int]) -> Array:
     """Arrays for each size, the largest first, as one with an axis for micro-batches after the first."""
+    if len(by_size) == 1:
+        return np.repeat(by_size[0][:, None], len(sizes), axis=1)
     repeats = [sizes.count(size) for size in distinct(sizes)]
     return np.repeat(np.stack(by_size, axis=1), repeats, axis=1)
 

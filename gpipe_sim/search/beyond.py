@@ -44,7 +44,7 @@ _IMPROVED = 3
 """So many of the best setups are improved, each of another schedule."""
 
 
-class Outlook(NamedTuple):
+class Prospect(NamedTuple):
     """A setup and what it promises."""
 
     estimate_s: float
@@ -55,7 +55,7 @@ class Outlook(NamedTuple):
 def look_beyond(searcher: Searcher, limit: float) -> bool:
     """Evaluate such setups as may be better than what was found; whether it is proven that none is."""
     judge = searcher.judge
-    setups = sorted(outlooks(searcher), key=lambda one: (one.estimate_s, one.setup.num_stages))
+    setups = sorted(prospects(searcher), key=lambda one: (one.estimate_s, one.setup.num_stages))
     end, best_s, seen = judge.work + SCAN_WORK, _best_s(searcher, limit), len(judge.found)
     left = deque(_most_promising(setups))
     while left and judge.work < end:
@@ -82,7 +82,7 @@ def _frame(setup: Setup) -> tuple[str, int, int, tuple[int, ...]]:
     return setup.schedule, setup.num_stages, setup.num_microbatches, setup.placement
 
 
-def _most_promising(setups: Iterable[Outlook]) -> Iterator[Outlook]:
+def _most_promising(setups: Iterable[Prospect]) -> Iterator[Prospect]:
     """Of each schedule and number of stages on a rank the first few frames, each once."""
     counts, seen = Counter[tuple[str, int]](), set[object]()
     for one in setups:
@@ -94,16 +94,16 @@ def _most_promising(setups: Iterable[Outlook]) -> Iterator[Outlook]:
 
 
 def _best_s(searcher: Searcher, limit: float, after: int = 0) -> float:
-    """The fastest within the limit, of those that were found after so many."""
+    """The fastest within the limit, of those that were found after so many or known from elsewhere."""
     found = islice(searcher.judge.found.values(), after, None)
-    return min((c.step_time_s for c in found if c.peak_bytes <= limit), default=np.inf)
+    return min([searcher.known_s(limit), *(c.step_time_s for c in found if c.peak_bytes <= limit)])
 
 
 def _is_beyond(plan: Plan) -> bool:
     return plan.stages_per_rank > 1 or SCHEDULES[plan.schedule].splits
 
 
-def outlooks(searcher: Searcher) -> Iterator[Outlook]:
+def prospects(searcher: Searcher) -> Iterator[Prospect]:
     """Every such setup of the space, with what it promises."""
     space, profile, cluster = searcher.space, searcher.profile, searcher.scenario.cluster
     devices = cluster.ranks_for(searcher.scenario.plan.copies) or max(space.stages, default=1)
@@ -136,7 +136,7 @@ def _given(placements: tuple[tuple[int, ...] | None, ...], own: tuple[int, ...])
     ]
 
 
-def _of(searcher: Searcher, name: str, v: int, K: int, M: int, placement: tuple[int, ...]) -> Iterator[Outlook]:
+def _of(searcher: Searcher, name: str, v: int, K: int, M: int, placement: tuple[int, ...]) -> Iterator[Prospect]:
     space, cluster, profile = searcher.space, searcher.scenario.cluster, searcher.profile
     sizes = microbatch_sizes(searcher.scenario.samples, M)
     work = sum(float((profile.at(n).forward_s + profile.at(n).backward_s).sum()) for n in sizes)
@@ -147,7 +147,7 @@ def _of(searcher: Searcher, name: str, v: int, K: int, M: int, placement: tuple[
         for recompute in space.recomputes:
             for window in space.windows:
                 setup = Setup(v * K, M, name, recompute, backward, window, placement)
-                yield Outlook(work / capacity / (1 - bubble) + way, work / capacity, setup)
+                yield Prospect(work / capacity / (1 - bubble) + way, work / capacity, setup)
 
 
 def _counts(searcher: Searcher, num_ranks: int) -> list[int]:

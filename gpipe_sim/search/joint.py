@@ -4,6 +4,8 @@
     estimate   seconds and bytes of each, from sums over its layers: thousands in a second
     evaluate   the most promising ones that seem to fit, in this order, until the next ones seem to be slower than the
                best by more than estimates are off
+    fewer      the same with fewer devices, as far as their work, evenly divided, would take less than the best: slow
+               links may cost more than a device brings, and 7 devices divide neither a batch of 32 nor many layers
     refine     the best of a few frames under every other schedule, and from there to better cuts and modes
 
 A *frame* is what a search of one pipeline takes as given: replicas, what they divide, the tensor group and the unit of
@@ -11,9 +13,9 @@ recomputation. Every frame has a scenario, a profile and a judge of its own.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +57,14 @@ _FEW = 400
 _SMALLEST = 24
 """Where nothing seems to fit, so many that take the least memory are evaluated."""
 _LARGEST = 64
-"""Samples of the largest micro-batch that is tried."""
+"""Samples of the largest micro-batch that is tried, unless there are few micro-batches."""
+_FEWEST = 4
+"""Up to so many micro-batches are tried however large they are: what links take does not grow with their samples."""
+_WORLDS = 48
+"""So many smaller numbers of devices are tried at most: of more, ever fewer the smaller they are."""
+_CLEARLY_LESS = 0.99
+"""A plain pipeline is run as GPipe where that is estimated to take less than this share of what 1F1B does: it has more
+micro-batches on their way over slow links, and needs more memory."""
 
 
 _NOTHING: tuple[Checkpoint, ...] = ("never",)
@@ -151,14 +160,13 @@ class JointSearch:
 
     def run(self) -> list[Candidate]:
         """By the steps at the top."""
-        estimates = sorted(map(self.estimate, self.choices()))
-        few = len(estimates) <= _FEW
-        promising = [one for one in estimates if few or one.peak_bytes <= _SEEMS_LARGER * self.limit]
-        promising.sort(key=self._promise)
-        self._evaluate(promising or sorted(estimates, key=lambda one: one.peak_bytes)[:_SMALLEST], few=few)
+        estimates = self._estimates(self.choices())
+        self._evaluate(estimates, few=len(estimates) <= _FEW)
         for point in self.space.swept:
             plan = make_plan(replace(point, cluster=self.scenario.cluster))
             self._judge(frame_of(plan), [plan], np.inf)
+        if self.space.objective == "time":
+            self._evaluate(self._estimates(self.choices_of_fewer()), few=False)
         self._evaluate_neighbours(estimates)
         self._refine()
         return [replace(one, plan=self._with_jitter(one.plan)) for one in self.found]
@@ -168,10 +176,29 @@ class JointSearch:
             return plan
         return replace(plan, scenario=replace(plan.scenario, cluster=self._jittery))
 
+    def _estimates(self, choices: Iterable[Choice]) -> list[Estimate]:
+        """Of all choices, without GPipe where it is as good as 1F1B."""
+        estimates = sorted(map(self.estimate, choices))
+        if "schedule" in (self.scenario.document.data.get("plan") or {}):
+            return estimates
+        plain = {one.choice: one.seconds for one in estimates if one.choice.schedule == "1f1b"}
+        return [
+            one
+            for one in estimates
+            if one.choice.schedule != "gpipe"
+            or one.seconds < _CLEARLY_LESS * plain[one.choice._replace(schedule="1f1b")]
+        ]
+
     def _evaluate(self, estimates: list[Estimate], *, few: bool) -> None:
+        """The most promising first, while there is work left and they are promising; all of them if they are few."""
+        end = self.work + _WORK
+        promising = [one for one in estimates if few or one.peak_bytes <= _SEEMS_LARGER * self.limit]
+        promising.sort(key=self._promise)
+        smallest = sorted(estimates, key=lambda one: one.peak_bytes)[:_SMALLEST]
+        estimates = promising or (smallest if self.best == np.inf else [])
         for first in range(0, len(estimates), _TOGETHER):
             some, best_s = estimates[first : first + _TOGETHER], self.best_s
-            if not few and (self._promise(some[0]) > _SEEMS_SLOWER * self.best or self.work > _WORK):
+            if not few and (self._promise(some[0]) > _SEEMS_SLOWER * self.best or self.work > end):
                 break
             for one in some:
                 exactly = few and self.work < _WORK
@@ -226,6 +253,29 @@ class JointSearch:
                 some = True
                 yield choice
 
+    def choices_of_fewer(self) -> Iterator[Choice]:
+        """Ways to use fewer devices that may be faster than the best."""
+        if not self.space.are_ranks:
+            return
+        devices = self.scenario.cluster.num_devices or 1
+        fewer: Sequence[int] = range(1, devices)
+        if len(fewer) > _WORLDS:
+            fewer = np.unique(np.geomspace(1, devices - 1, _WORLDS).astype(int)).tolist()
+        for world in (devices - n for n in fewer):
+            if self.least_s(world) < self.best_s:
+                yield from self._of_world(world)
+
+    def least_s(self, world: int) -> float:
+        """No plan on so many devices takes less: forwards and backwards of the whole batch, evenly divided."""
+        return self._device_s / world
+
+    @cached_property
+    def _device_s(self) -> float:
+        profile = self._profile(1)
+        each = [(float((profile.at(n).forward_s + profile.at(n).backward_s).sum()) / n) for n in profile.sizes]
+        fastest = min([1.0, *self.scenario.cluster.slowdown.values()])
+        return min(each) * self.scenario.batch * fastest
+
     def _of_world(self, world: int) -> Iterator[Choice]:
         for T in self.space.tensors or _divisors(world):
             for D in self.space.replicas_open or _divisors(world // T if world % T == 0 else 0):
@@ -272,9 +322,10 @@ class JointSearch:
                                 yield Choice(Frame(D, shard, T, unit, order), K, schedule, v, M, mode)
 
     def _schedules(self, K: int) -> Iterator[tuple[str, int]]:
-        """Those that are given; else 1F1B, plain and interleaved, from which the others are tried at the end."""
+        """Those that are given; else GPipe, and 1F1B, plain and interleaved, from which the others are tried at the
+        end."""
         given = "schedule" in (self.scenario.document.data.get("plan") or {})
-        plain = self.space.schedules if given else ("1f1b",)
+        plain = self.space.schedules if given else ("1f1b", "gpipe")
         beyond = [(name, v) for name, v in self.space.beyond if given or name == "interleaved_1f1b"]
         for name in plain:
             yield name, 1
@@ -301,9 +352,7 @@ class JointSearch:
     def _make_profile(self, tensor: int) -> Profile:
         """One for all frames with such groups: it does not depend on the rest of them."""
         scenario = self._scenario(Frame(1, "none", tensor, "stage"))
-        return build_profile(
-            scenario, (1, *(size for size in range(2, _LARGEST + 1) if self.scenario.batch % size == 0))
-        )
+        return build_profile(scenario, _divisors(self.scenario.batch))
 
     def _make_balance(
         self,
@@ -357,8 +406,9 @@ class JointSearch:
         """Of the slowest and of the fullest rank: the first, or the last, which has the head.
 
         seconds   M x the slowest rank's or, if that is more, its messages', + what the schedule's ideal bubble is of
-                  the average rank's, + the way of a message through all ranks, there and back, + collectives of the
-                  replicas, half of which other stages hide, + update
+                  the average rank's, + a message's way through all ranks and back; where that is more, M / those in
+                  flight x a micro-batch's way there and back; + collectives of the replicas, half of which other
+                  stages hide, + update
         bytes     weights, gradients and state as they are divided, + micro-batches in flight x what each keeps
         """
         frame, K, v, M, mode = choice.frame, choice.ranks, choice.stages_per_rank, choice.microbatches, choice.mode
@@ -381,11 +431,14 @@ class JointSearch:
         work = by_rank(plain.forward_s + costs.backward_s + again) * self._traffic(choice).slowdowns
         bubble = SCHEDULES[choice.schedule].bubble_ideal(K, v, M)
         weights = by_rank(profile.parameter_bytes)
-        traffic, message = self._traffic(choice), float(plain.output_bytes[0])
+        traffic, message = self._traffic(choice), float(plain.output_bytes[:-1].max(initial=0.0))
         carried = float(traffic.s_per_byte.max(initial=0.0)) * message * v
         busy = max(float(work.max()), carried) if self.scenario.cluster.overlap else float(work.max()) + 2 * carried
         seconds = M * (busy + float(work.mean()) * bubble / (1 - bubble))
-        seconds += 2 * float((traffic.s_per_byte * message + traffic.latency_s).sum())
+        if K > 1:
+            way = 2 * float((traffic.s_per_byte * message + traffic.latency_s).sum())
+            at_once = M if choice.schedule in ("gpipe", "interleaved_gpipe") else min(M, K if v == 1 else 2 * K)
+            seconds = max(seconds + way, M / at_once * (float(work.sum()) + v * way))
         seconds += float(by_rank(profile.optimizer_s).max()) / (1 if frame.shard == "none" else D)
         seconds += self._collectives_s(choice, float(weights.max())) * (0.5 if K > 1 else 1.0)
 
@@ -394,6 +447,8 @@ class JointSearch:
         held = 1 + per.gradient / per.weight + (state if shard == "none" else state / D)
         held += 1 / D if shard == "parameters" else 0.0
         in_flight = np.minimum(M, K - np.arange(K)) if v == 1 else np.full(K, min(M * v, (v + 1) * K) / v)
+        if choice.schedule in ("gpipe", "interleaved_gpipe"):
+            in_flight = np.full(K, M)
         kept, inside = by_rank(costs.saved_bytes), by_rank(plain.saved_bytes)
         entering = v * float(plain.output_bytes[0])
         activations = (
@@ -473,4 +528,4 @@ def _divisors(number: int) -> list[int]:
 
 def _counts(samples: int) -> Iterable[int]:
     """Numbers of equal micro-batches, none of them too large."""
-    return [samples // size for size in range(1, min(samples, _LARGEST) + 1) if samples % size == 0]
+    return [M for M in reversed(_divisors(samples)) if samples // M <= _LARGEST or M <= _FEWEST]

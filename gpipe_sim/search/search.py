@@ -4,7 +4,7 @@ One question asks for the fastest plan there is, one for the fastest within the 
 The front of time against memory is found by asking again with less and less memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from gpipe_sim.scenario.schema import AUTO
 from gpipe_sim.search.beyond import look_beyond
 from gpipe_sim.search.choices import Space
 from gpipe_sim.search.joint import JointSearch, frame_of
-from gpipe_sim.search.judge import Candidate
+from gpipe_sim.search.judge import Candidate, key_of
 from gpipe_sim.search.nearest import come_near, look_within
 from gpipe_sim.search.question import FRONT_SHARE, Question
 from gpipe_sim.search.searcher import Searcher
@@ -48,29 +48,41 @@ def search(space: Space, advance: Callable[[], None] = lambda: None) -> list[Can
 def explore(space: Space, advance: Callable[[], None] = lambda: None) -> Findings:
     """Search the space, and say how sure the answer is."""
     if space.is_joint:
-        found = JointSearch(space).run()
+        joint = JointSearch(space)
+        found = joint.run()
         advance()
-        for alone in _one_pipeline(space):
-            found = sorted([*found, *_explore(alone, advance).candidates], key=lambda c: (c.step_time_s, c.peak_bytes))
-        return Findings(found, is_exact=False)
+        best_s = min((candidate.step_time_s for candidate in found if candidate.fits), default=np.inf)
+        alone = _one_pipeline(space)
+        if alone is not None and joint.least_s(max(alone.stages)) < best_s:
+            found += _explore(alone, advance, best_s).candidates
+        different = {(frame_of(one.plan), key_of(one.plan)): one for one in found}
+        return Findings(sorted(different.values(), key=_by_time), is_exact=False)
     parts = [_explore(framed, advance) for framed in space.framed()]
-    ordered = sorted((c for part in parts for c in part.candidates), key=lambda c: (c.step_time_s, c.peak_bytes))
+    ordered = sorted((candidate for part in parts for candidate in part.candidates), key=_by_time)
     return Findings(ordered, is_exact=all(part.is_exact for part in parts))
 
 
-def _one_pipeline(space: Space) -> Iterator[Space]:
-    """Where some ranks are slower than others, the best may be to leave them out, or to place stages by speed: what the
-    search of a pipeline alone looks at, if that is open."""
-    open_to = 1 in (space.replicas_open or (1,)) and 1 in (space.tensors or (1,))
-    if space.scenario.cluster.slowdown and space.are_ranks and open_to and "stage" in (space.units or ("stage",)):
-        alone = space.scenario.plan.model_copy(update={"tensor": 1, "recompute_unit": "stage"})
-        pipelines = replace(space, scenario=replace(space.scenario, plan=alone), swept=())
-        yield from replace(pipelines, frames=((1, "none", SUMS_INSIDE),)).framed()
+def _by_time(candidate: Candidate) -> tuple[float, int]:
+    return candidate.step_time_s, candidate.peak_bytes
 
 
-def _explore(space: Space, advance: Callable[[], None]) -> Findings:
-    """The same for one number of replicas."""
-    searcher = Searcher(space)
+def _one_pipeline(space: Space) -> Space | None:
+    """What a joint space has without replicas and tensor groups, of which much more is known; if it has any of it."""
+    alone = (
+        1 in (space.replicas_open or (1,)) and 1 in (space.tensors or (1,)) and "stage" in (space.units or ("stage",))
+    )
+    if not alone or not space.are_ranks or space.objective != "time":
+        return None
+    plan = space.scenario.plan.model_copy(update={"tensor": 1, "recompute_unit": "stage"})
+    swept = [point for point in space.swept if point.plan.tensor == 1 and point.plan.recompute_unit == "stage"]
+    alike = replace(space, scenario=replace(space.scenario, plan=plan), swept=tuple(swept))
+    return next(replace(alike, is_joint=False, frames=((1, "none", SUMS_INSIDE),)).framed(), None)
+
+
+def _explore(space: Space, advance: Callable[[], None], known_s: float = np.inf) -> Findings:
+    """The same for one number of replicas. Plans that fit are looked for that are faster than one that is known from
+    elsewhere, if there is one."""
+    searcher = Searcher(space, known_s)
     if not searcher.subspaces and not space.beyond:
         return Findings([], is_exact=True)
     limit = space.scenario.cluster.memory_limit
@@ -93,7 +105,7 @@ def _explore(space: Space, advance: Callable[[], None]) -> Findings:
         is_exact = False
         advance()
     found = _fastest(searcher, limit)
-    if found is None:
+    if found is None and known_s == np.inf:
         is_exact |= come_near(searcher, limit) and not space.beyond  # whose memory has no bound here
         fitting = [candidate for candidate in searcher.judge.found.values() if candidate.fits]
         found = min(fitting, key=lambda candidate: candidate.step_time_s, default=None)
@@ -103,8 +115,7 @@ def _explore(space: Space, advance: Callable[[], None]) -> Findings:
     while found is not None and found.peak_bytes > 0 and less < _HARDLY_LESS:  # layers without bytes take nothing
         smaller = ask(found.peak_bytes * less, FRONT_SHARE).best
         found, less = (found, float(np.sqrt(less))) if smaller is None else (smaller, less)
-    ordered = sorted(searcher.judge.found.values(), key=lambda c: (c.step_time_s, c.peak_bytes))
-    return Findings(ordered, is_exact)
+    return Findings(sorted(searcher.judge.found.values(), key=_by_time), is_exact)
 
 
 def _make_orders(searcher: Searcher, limit: float) -> None:
@@ -138,7 +149,7 @@ def _something_fits(space: Space) -> bool:
 def best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The fastest of the setups that differ in more than how messages travel, fastest first."""
     best: dict[tuple[Setup, object], Candidate] = {}
-    for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.peak_bytes)):
+    for candidate in sorted(candidates, key=_by_time):
         plan = candidate.plan
         alike = Setup.of(plan)._replace(window=None, backward="fifo")
         best.setdefault((alike, frame_of(plan)), candidate)
@@ -148,7 +159,7 @@ def best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
 def front(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those for which no other is both faster and smaller, fastest first."""
     found: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.peak_bytes)):
+    for candidate in sorted(candidates, key=_by_time):
         if not found or candidate.peak_bytes < found[-1].peak_bytes:
             found.append(candidate)
     return found

@@ -5,6 +5,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from gpipe_sim.cost.analytic import build_profile
 from gpipe_sim.make.making import stage_costs
 from gpipe_sim.plan.partition import partition
@@ -29,8 +31,9 @@ class Subspace(NamedTuple):
 class Searcher:
     """One space, its setups by bound, and what has been evaluated."""
 
-    def __init__(self, space: Space) -> None:
-        self.space, self.scenario, self.judge = space, space.scenario, Judge()
+    def __init__(self, space: Space, known_s: float = np.inf) -> None:
+        """`known_s` is the step time of a plan outside of the space that fits in the devices' memory."""
+        self.space, self.scenario, self.judge, self._known_s = space, space.scenario, Judge(), known_s
         sizes = {n for M in space.microbatches for n in microbatch_sizes(self.scenario.samples, M)}
         self.profile = build_profile(self.scenario, sizes)
         self.cutter = Cutter(self.scenario, self.profile)
@@ -66,6 +69,10 @@ class Searcher:
         """The cut that `gpipe simulate` would choose."""
         sizes = microbatch_sizes(self.scenario.samples, num_microbatches)
         return partition(stage_costs(self.profile, sizes, modes, list(slowdowns)))
+
+    def known_s(self, limit: float) -> float:
+        """The step time of a plan outside of the space that is within a limit of memory; infinite if none is known."""
+        return self._known_s if limit >= self.scenario.cluster.memory_limit else np.inf
 
     def plan(self, setup: Setup, balance: tuple[int, ...], modes: tuple[Checkpoint, ...]) -> Plan:
         """In this space."""

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from simpy import AllOf, Environment, Event
 
-from gpipe_sim.cost.collectives import Collective as Kind
-from gpipe_sim.cost.collectives import collective_s
+from gpipe_sim.cost.collectives import CollectiveKind, collective_s
 from gpipe_sim.plan.actions import Action
 from gpipe_sim.plan.figures import Effects, Figures, collective_kinds
 from gpipe_sim.plan.lanes import Collective, Lane
@@ -120,7 +119,7 @@ class _Phases(NamedTuple):
     after_s: float
 
 
-_SHARE_BEFORE: Mapping[Kind, float] = {"sum": 0.5, "scatter": 1.0, "gather": 0.0}
+_SHARE_BEFORE: Mapping[CollectiveKind, float] = {"sum": 0.5, "scatter": 1.0, "gather": 0.0}
 """Of what a collective does inside a node, the part that comes before what it does between nodes."""
 
 

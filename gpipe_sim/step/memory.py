@@ -106,7 +106,7 @@ def _stage_bytes(plans: Sequence[Plan], size: int, profile: Profile) -> StageByt
         return np.repeat(values.ravel(), balances.ravel()).reshape(all_layers)
 
     def highest(values: Array) -> Array:
-        layers = np.broadcast_to(values, all_layers).ravel()
+        layers = (values if values.shape == all_layers else np.broadcast_to(values, all_layers)).ravel()
         top: Array = np.maximum.reduceat(layers, (which * profile.num_layers + firsts).ravel())
         return top.reshape(balances.shape)
 
@@ -363,15 +363,22 @@ class _Ledger:
             # What one rank ends with is not what the next begins with.
             values[bounds[1:-1]] -= np.add.reduceat(values, bounds[:-1])[:-1]
             np.cumsum(values, out=values)
-        level = dict.fromkeys(MEMORY_PARTS, np.zeros(self._num_ranks)) | dict(constant)
+        level = dict.fromkeys(MEMORY_PARTS, np.zeros(self._num_ranks)) | {
+            part: np.ascontiguousarray(values) for part, values in constant.items()
+        }
         for rank, (a, b) in enumerate(pairwise(bounds)):
             yield MemoryCurve(
                 times=times[a:b],
                 parts={
-                    part: parts[part][a:b] if part in parts else np.broadcast_to(level[part][rank], b - a)
+                    part: parts[part][a:b] if part in parts else _constant(level[part][rank : rank + 1], b - a)
                     for part in MEMORY_PARTS
                 },
             )
+
+
+def _constant(value: Array, length: int) -> Array:
+    """As many times the same value, which is held once: `np.broadcast_to` without what it checks."""
+    return np.ndarray(length, float, value, strides=(0,))
 
 
 _SINGLE: tuple[Letter, ...] = ("F", "R", "W")
@@ -394,8 +401,13 @@ def _curves(
     """The curves of some ranks. Arrays below have a row per stage of theirs and a column per micro-batch."""
     stages = np.array([stage for timeline in timelines for stage in timeline.stages])
     owner = np.repeat(np.arange(len(timelines)), [len(timeline.stages) for timeline in timelines])
-    held = replace(of_all, **{f.name: getattr(of_all, f.name)[stages] for f in fields(StepBytes) if f.name != "batch"})
-    role = Roles(**{f.name: getattr(all_roles, f.name)[stages] for f in fields(Roles)})
+    held, role = of_all, all_roles
+    if len(stages) < plan.num_stages or (np.diff(stages) != 1).any():
+        each = {f.name: getattr(of_all, f.name)[stages] for f in fields(StepBytes) if f.name != "batch"}
+        held, role = (
+            replace(of_all, **each),
+            Roles(**{f.name: getattr(all_roles, f.name)[stages] for f in fields(Roles)}),
+        )
     positions = [plan.pipeline.index(timeline.rank) for timeline in timelines]
     shift = np.cumsum([0, *(len(timeline.actions) for timeline in timelines)])[:-1] - program.first[positions]
     columns = {

@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
     messages: "array[int]"
     """The number of the message that is taken, on its carrier."""
     ways: "array[int]"
-    """Which of the rank's ways the action has."""
+    """The number of the action's way."""
     meets: Iterable[int]
     """One more than the row, in the rank's list, of an action that waits for a collective, or that one comes after."""
     is_action: Flags | None
@@ -197,8 +197,10 @@ class _Replica:
         self.waits: dict[int, tuple[str, Carrier, int] | None] = {}
         """Position -> how, on which carrier and for which message it waits, while it is waiting; None: for replicas."""
         positions = range(program.num_ranks)
-        self.ways: list[list[_Way]] = [[] for _ in positions]
-        self.rows = [self._rows(position) for position in positions]
+        self.ways: dict[int, _Way] = {}
+        """By number; the number says which carriers they are."""
+        seconds = self._seconds()
+        self.rows = [self._rows(position, seconds) for position in positions]
         self.starts = [array("d") for _ in positions]
         self.ends = [array("d") for _ in positions]
 
@@ -211,7 +213,7 @@ class _Replica:
         """A rank: wait for the input, compute, send the result on."""
         env, timeout, blocking = self.env, self.env.timeout, self.blocking
         rows, starts, ends = self.rows[position], self.starts[position].append, self.ends[position].append
-        ways, rank = self.ways[position], self.plan.pipeline[position]
+        ways, rank = self.ways, self.plan.pipeline[position]
         cores, lane = self.world.cores.get(self.plan.node_of(rank, self.number)), self.world.lanes[position]
         core = self.plan.core(rank, self.number) if cores else 0
         now = env.now
@@ -260,18 +262,23 @@ class _Replica:
         number = self.carriers.index(carrier) * self.program.num_microbatches + message
         return f"{how} {carrier.name} of micro-batch {self.program.microbatches[number]}"
 
-    def _rows(self, position: int) -> _Rows:
-        """Look up once what the process would otherwise look up for every action."""
+    def _seconds(self) -> Array:
+        """Of compute, of every action."""
+        program, seconds = self.program, np.empty(self.program.num_actions)
+        for letter, values in self.figures.seconds.items():
+            if letter == "U":
+                seconds[program.first[1:] - 1] = values[:, 0]
+            else:
+                actions = program.at[letter]
+                there = actions >= 0
+                seconds[actions[there]] = values[:, :, 0][there]
+        return seconds
+
+    def _rows(self, position: int, of_all: Array) -> _Rows:
+        """Look up once what the process would otherwise look up for every action, given the seconds of all."""
         program, M = self.program, self.program.num_microbatches
         first, last = program.first[position], program.first[position + 1]
-        actions = program.order[position]
-        seconds = np.empty(len(actions))
-        for letter, values in self.figures.seconds.items():
-            rows = np.flatnonzero(actions.are(letter))
-            if letter == "U":
-                seconds[rows] = values[position, 0]
-            else:
-                seconds[rows] = values[actions.stages[rows], actions.microbatches[rows], 0]
+        actions, seconds = program.order[position], of_all[first:last]
         overhead = float(self.figures.overhead_s[0])
         overheads: Iterable[float] = repeat(overhead)
         if self.replay.compute or self.replay.gaps is not None:
@@ -285,18 +292,15 @@ class _Replica:
         is_action = None
         if takes.shape[1] > 1 or sends.shape[1] > 1:
             takes, sends, seconds, overheads, meets, is_action = _spread(takes, sends, seconds, overheads, meets)
-        taken, sent = takes[:, 0], sends[:, 0]
-        from_channel, to_channel = np.where(taken >= 0, taken // M, -1), np.where(sent >= 0, sent // M, -1)
-        carriers: list[Carrier | None] = [*self.carriers, None]
-        pairs, way = np.unique(from_channel * len(carriers) + to_channel + 1, return_inverse=True)
-        self.ways[position] = [
-            (carriers[pair // len(carriers)], carriers[pair % len(carriers) - 1]) for pair in pairs.tolist()
-        ]
+        taken, carriers = takes[:, 0], [*self.carriers, None]
+        number = (taken // M).astype(np.int64) * len(carriers) + sends[:, 0] // M + 1  # -1 // M: that of no carrier
+        for way in set(number.tolist()) - self.ways.keys():
+            self.ways[way] = carriers[way // len(carriers)], carriers[way % len(carriers) - 1]
         return _Rows(
             overheads,
             array("d", seconds.tobytes()),
             array("i", (taken % M).astype(np.int32).tobytes()),
-            array("i", way.ravel().astype(np.int32).tobytes()),
+            array("q", number.tobytes()),
             meets,
             is_action,
         )

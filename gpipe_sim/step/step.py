@@ -202,5 +202,7 @@ class Step:
 
 def joined_replicas(steps: Sequence[Step]) -> Step:
     """One step of those of its replicas, or of the only one."""
+    if len(steps) == 1:
+        return steps[0]
     slowest = max(steps, key=lambda step: max(timeline.last_backward_s for timeline in step.ranks))
-    return replace(slowest, replicas=tuple(steps)) if len(steps) > 1 else slowest
+    return replace(slowest, replicas=tuple(steps))
