@@ -293,6 +293,14 @@ def test_torchtitan_knows_torchs_schedules_by_name_and_has_a_part_for_each_stage
     assert len(parallelism.module_fqns_per_model_part) == plan.num_stages
 
 
+def test_torchtitan_says_that_one_rank_is_no_pipeline():
+    one = {"stages": 2, "stages_per_rank": 2, "balance": [4, 4], "schedule": "interleaved_gpipe", "backward": "reverse"}
+    plan = transformer_plan(**one)
+    assert plan.num_ranks == 1
+    assert "It has a pipeline from two ranks on: the 2 stages run as one module" in said(plan, "torchtitan")
+    assert said(transformer_plan(stages=1, balance=[8], microbatches=1, schedule="gpipe"), "torchtitan") == ""
+
+
 @pytest.mark.parametrize(
     ("choices", "placing"),
     [

@@ -89,6 +89,11 @@ def _cannot(plan: Plan) -> Iterator[str]:
             f"Of a model of kind {kind} neither modules nor sequence are known: its stages of {listed(plan.balance)} "
             "layers, and the tokens of a micro-batch, are not written."
         )
+    if plan.num_ranks == 1 and plan.num_stages > 1:
+        yield (
+            f"It has a pipeline from two ranks on: the {plan.num_stages} stages run as one module, and "
+            "micro-batches one after the other, whatever their order."
+        )
     if pattern_of(plan) is None:
         yield f"Stages are in order, looped or v: it cannot run a plan that has them on ranks {listed(plan.placement)}."
     elif torch_name(plan) is None and plan.pipeline != plan.ranks:
