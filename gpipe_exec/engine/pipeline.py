@@ -375,10 +375,9 @@ class Pipeline(Held):
     def _sums_early(self) -> bool:
         """Whether a stage's gradients are summed over replicas as soon as they are complete.
 
-        Not where replicas have different shares, so that orders may differ, nor before gradients are raised to fp32.
+        Not where replicas have different shares, so that orders may differ.
         """
-        are_whole = self._mixed is None or self._mixed.sums_early
-        return self._sums and self.plan.replicas > 1 and len(set(self._shares)) == 1 and are_whole
+        return self._sums and self.plan.replicas > 1 and len(set(self._shares)) == 1
 
     def _begin_sum(self, index: int) -> None:
         """The gradients of a stage are complete."""
@@ -397,7 +396,8 @@ class Pipeline(Held):
             transfers: Transfers = [(self._collect(action, self._replicas.alike), torch.empty(0))]
         else:
             assert begin is not None, "nothing takes the place of the collective"
-            transfers = begin(self._summed[action.stage])
+            parameters = self._summed[action.stage]
+            transfers = begin(parameters if self._mixed is None else self._mixed.with_gradients(parameters))
         self._lane.begin(action, now, transfers)
 
     def _end_collectives(self, *, updated: bool) -> None:
@@ -418,14 +418,14 @@ class Pipeline(Held):
         last = self._stages.get(self.plan.num_stages - 1)
         if last is not None and self._divides is not None and self._divides != bool(last.counts):
             raise ValueError("the loss returned (sum, count) in one step and one number in another, expected the same")
+        if self._sums and not self._sums_early:
+            for index in self._summed:
+                self._begin_sum(index)
+        self._lane.wait_for([Action("S", index, -1) for index in self._summed])
+        self._replicas.end_sums()
         if self._mixed is not None:
             self._mixed.raise_gradients()
         if not self.overflowed:
-            if self._sums and not self._sums_early:
-                for index in self._summed:
-                    self._begin_sum(index)
-            self._lane.wait_for([Action("S", index, -1) for index in self._summed])
-            self._replicas.end_sums()
             sum_gradients(self._tied)
         loss: torch.Tensor | None = None
         if self._divides is not False:
