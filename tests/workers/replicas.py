@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exactness import SEVERAL, WIDTH, all_close, close, nested_model, plain_model, plan_of
+from exactness import DEVICE, SEVERAL, WIDTH, all_close, close, nested_model, plain_model, plan_of
 from nccl_rules import NAME
 from torch import nn
 
@@ -156,7 +156,7 @@ def check_mixed_precision(K: int, D: int) -> None:
         expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
         for name, parameter in pipe.module.named_parameters():
             assert parameter.grad.dtype == torch.float32
-            error = (parameter.grad - expected[name]).norm() / expected[name].norm()
+            error = (parameter.grad.cpu() - expected[name]).norm() / expected[name].norm()
             assert error < 0.05, (
                 f"{precision}: gradient of {name}, summed {'later' if later else 'at once'}: off by {error:.1%}"
             )
@@ -202,7 +202,7 @@ def main() -> None:
     if os.environ.get("GPIPE_TEST_BACKEND") == NAME:
         dist.init_process_group(NAME)
     else:
-        start_processes(torch.device("cpu"), timedelta(minutes=5))
+        start_processes(DEVICE, timedelta(minutes=5))
     torch.set_num_threads(1)
     K, folder = int(sys.argv[1]), Path(sys.argv[2])
     D = int(os.environ["WORLD_SIZE"]) // K
