@@ -59,6 +59,16 @@ def parts(device: str, num_ranks: int, folder: Path) -> list[Part]:
     on = ["--device", device]
     return [
         Part("exactness of every schedule", [*torchrun, str(workers / "exactness.py")], 900),
+        Part(
+            "exactness of replicas, shards and tied weights",
+            [
+                *torchrun,
+                str(workers / "replicas.py"),
+                str(num_ranks // 2 if num_ranks % 2 == 0 else 1),
+                str(folder / "saved"),
+            ],
+            600,
+        ),
         Part("profile", [*GPIPE, "profile", planned, *on, "--out", str(folder / "profile.json")], 600),
         Part("link", [*torchrun, "-m", "gpipe_exec.probe", *on], 120),
         Part("run", [*GPIPE, "run", planned, *on, "--out", run, "--timeout", "120"], 600),

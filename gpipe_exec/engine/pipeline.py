@@ -389,16 +389,20 @@ class Pipeline(Held):
     def _sums_early(self) -> bool:
         """Whether a stage's gradients are summed over replicas as soon as they are complete.
 
-        Not where replicas have different shares, so that orders may differ, nor before gradients are raised to fp32.
+        Not where replicas have different shares, so that orders may differ.
         """
-        are_whole = self._mixed is None or self._mixed.sums_early
-        return self._sums and self.plan.replicas > 1 and len(set(self._shares)) == 1 and are_whole
+        return self._sums and self.plan.replicas > 1 and len(set(self._shares)) == 1
 
     def _begin_sum(self, index: int) -> None:
         """The gradients of a stage are complete."""
         if self._slices is not None:
-            self._slices.sum_parts(self._summed[index])
+            self._slices.sum_parts(self._summed[index], self._with_gradients(index))
         self._begin_collective(Action("S", index, -1), self._replicas.begin_sum)
+
+    def _with_gradients(self, index: int) -> list[nn.Parameter]:
+        """What has the gradients of the parameters that are summed with a stage."""
+        parameters = self._summed[index]
+        return parameters if self._mixed is None else self._mixed.with_gradients(parameters)
 
     def _begin_gathers(self) -> None:
         """Parameters that replicas divide become whole, stage by stage."""
@@ -413,7 +417,7 @@ class Pipeline(Held):
             transfers: Transfers = [(self._collect(action, self._replicas.alike), torch.empty(0))]
         else:
             assert begin is not None, "nothing takes the place of the collective"
-            transfers = begin(self._summed[action.stage])
+            transfers = begin(self._with_gradients(action.stage))
         self._lane.begin(action, now, transfers)
 
     def _end_collectives(self, *, updated: bool) -> None:
@@ -434,16 +438,17 @@ class Pipeline(Held):
         last = self._stages.get(self.plan.num_stages - 1)
         if last is not None and self._divides is not None and self._divides != bool(last.counts):
             raise ValueError("the loss returned (sum, count) in one step and one number in another, expected the same")
+        if self._sums and not self._sums_early:
+            for index in self._summed:
+                self._begin_sum(index)
+        self._lane.wait_for([Action("S", index, -1) for index in self._summed])
+        self._replicas.end_sums()
         if self._mixed is not None:
             self._mixed.raise_gradients()
         if not self.overflowed:
-            if self._sums and not self._sums_early:
-                for index in self._summed:
-                    self._begin_sum(index)
             if self._slices is not None and not (self._sums and self.plan.replicas > 1):
-                self._slices.sum_parts(list(self.module.parameters()))
-            self._lane.wait_for([Action("S", index, -1) for index in self._summed])
-            self._replicas.end_sums()
+                parameters = list(self.module.parameters())
+                self._slices.sum_parts(parameters, parameters)
             sum_gradients(self._tied)
         loss: torch.Tensor | None = None
         if self._divides is not False:

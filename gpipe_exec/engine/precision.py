@@ -9,7 +9,7 @@
 The copies stand in the layers for the weights as long as a step or an evaluation is under way: whatever layers do with
 their weights, they do with the copies, also in a recomputation and in a split backward. To an optimizer, a checkpoint
 and everyone else who asks between steps, weights and gradients are fp32. Micro-batches add their gradients in 16 bits,
-unless the plan's precision is `mixed_fp32_gradients`: then in fp32, so that replicas can sum a stage's at once.
+unless the plan's precision is `mixed_fp32_gradients`: then in fp32. Replicas sum them as they have been added.
 Layers that gather running statistics (BatchNorm) compute with fp32 weights, as torch wants them.
 
 fp16 has no exponents for small gradients, so the loss's gradient is a *scale* instead of 1, and what comes out is
@@ -18,7 +18,7 @@ the scale is halved; after 2000 steps without an overflow it is doubled (Micikev
 section 3.2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -137,10 +137,9 @@ class Mixed:
         """An input as it is computed with."""
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    @property
-    def sums_early(self) -> bool:
-        """Whether gradients can be summed over replicas before they are raised."""
-        return self._in_fp32 and not self._scales
+    def with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """What has the gradients of these weights in a step: they themselves, or their copies."""
+        return list(parameters) if self._in_fp32 else [self._copies.get(one, one) for one in parameters]
 
     @contextmanager
     def lowered(self) -> Iterator[None]:

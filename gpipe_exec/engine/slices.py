@@ -186,9 +186,11 @@ class Slices:
         """Whether this member's is among those that add up to the whole: a slice, or the first member's copy."""
         return self._slices[parameter].dim is not None or self.member == 0
 
-    def sum_parts(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients of which each member has made a part become whole, all at once; all members take part."""
-        found = [p.grad for p in parameters if self._slices[p].in_parts and p.grad is not None]
+    def sum_parts(self, parameters: Sequence[nn.Parameter], places: Sequence[nn.Parameter]) -> None:
+        """Gradients of which each member has made a part become whole, all at once; all members take part. Those of
+        each parameter are at its place: it itself, or its copy of 16 bits."""
+        pairs = zip(parameters, places, strict=True)
+        found = [place.grad for p, place in pairs if self._slices[p].in_parts and place.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in found):
             parts = [gradient for gradient in found if gradient.dtype == dtype]
             flat = torch.cat([gradient.reshape(-1) for gradient in parts])

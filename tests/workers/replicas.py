@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exactness import SEVERAL, WIDTH, all_close, close, nested_model, plain_model, plan_of
+from exactness import DEVICE, SEVERAL, WIDTH, all_close, close, nested_model, plain_model, plan_of
 from nccl_rules import NAME
 from torch import nn
 
@@ -131,12 +132,22 @@ def check_running_averages(K: int, D: int) -> None:
 
 
 def check_mixed_precision(K: int, D: int) -> None:
-    """Two steps whose gradients add up, summed at once or later: those of fp32, as closely as bf16 has them."""
+    """Two steps whose gradients add up, summed at once or later: those of fp32, as closely as bf16 has them. As many
+    bytes are summed as the plan counts for gradients."""
     plan = plan_of(batch=WHOLE, replicas=D, stages=K, microbatches=3)
     plan = replace(plan, profile=replace(plan.profile, dtype="bf16"))
-    for later in (False, True):
+    for later, precision in product((False, True), ("mixed", "mixed_fp32_gradients")):
         whole, pipe = (plain_model().float() for _ in range(2))
-        pipe = Pipeline(pipe, plan, nn.functional.mse_loss)
+        pipe = Pipeline(pipe, plan, nn.functional.mse_loss, precision=precision)
+        count, begin_sum = sum(p.numel() for p in pipe.parameters()), pipe._replicas.begin_sum
+        summed: list[torch.Tensor] = []
+
+        def noted(parameters, begin_sum=begin_sum, summed=summed):
+            transfers = begin_sum(parameters)
+            summed += [tensor for _, tensor in transfers if tensor.is_floating_point()]
+            return transfers
+
+        pipe._replicas.begin_sum = noted
         for step in range(2):
             inputs, targets = (part.float() for part in batch(step))
             whole_step(whole, nn.functional.mse_loss, inputs, targets)
@@ -145,8 +156,12 @@ def check_mixed_precision(K: int, D: int) -> None:
         expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
         for name, parameter in pipe.module.named_parameters():
             assert parameter.grad.dtype == torch.float32
-            error = (parameter.grad - expected[name]).norm() / expected[name].norm()
-            assert error < 0.05, f"gradient of {name}, summed {'later' if later else 'at once'}: off by {error:.1%}"
+            error = (parameter.grad.cpu() - expected[name]).norm() / expected[name].norm()
+            assert error < 0.05, (
+                f"{precision}: gradient of {name}, summed {'later' if later else 'at once'}: off by {error:.1%}"
+            )
+        word = 2 if precision == "mixed" else 4
+        assert sum(tensor.nbytes for tensor in summed) == (1 if later else 2) * count * word
         pipe.close()
 
 
@@ -187,7 +202,7 @@ def main() -> None:
     if os.environ.get("GPIPE_TEST_BACKEND") == NAME:
         dist.init_process_group(NAME)
     else:
-        start_processes(torch.device("cpu"), timedelta(minutes=5))
+        start_processes(DEVICE, timedelta(minutes=5))
     torch.set_num_threads(1)
     K, folder = int(sys.argv[1]), Path(sys.argv[2])
     D = int(os.environ["WORLD_SIZE"]) // K
