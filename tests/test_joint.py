@@ -144,7 +144,9 @@ def test_the_order_of_dimensions_is_chosen_too():
     """A large batch in few weights over a slow network: messages had better stay inside a node. With two replicas of
     two ranks given, either order may be asked for, too."""
     slow = SMALL["cluster"] | {"network": "10gbit", "nics": 1, "devices_per_node": 2}
+    slow |= {"memory_reserve": f"{80 * 2**30 - 1_180_000_000} B"}  # two devices alone would not hold it
     fixed = {"replicas": [2], "tensor": [1], "microbatches": 8, "schedule": "1f1b", "checkpoint": "never"}
+    fixed |= {"shard": "none"}
     model = SMALL["model"] | {"layers": 4, "vocab": 1000, "hidden": 1024}
     found = {}
     for order in (None, ["tensor", "data", "pipeline"], ["tensor", "pipeline", "data"]):
