@@ -40,10 +40,11 @@ from gpipe_exec.engine.messages import Value, flatten, unflatten
 from gpipe_exec.engine.optimizers import make_optimizer
 from gpipe_exec.engine.pipeline import Pipeline, pin_to_cores
 from gpipe_exec.engine.precision import DTYPES, computes_with_copies
+from gpipe_exec.engine.slices import divided_loss, whole_loss
 from gpipe_exec.engine.transport import PeerToPeer, Transport
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_exec.measure.calibrate import calibrate
-from gpipe_exec.measure.timing import LayerClock, LayerTimer
+from gpipe_exec.measure.timing import LayerClock, LayerTimer, boundaries_of
 from gpipe_exec.run.findings import OVERHEADS, TIMES, predict_with_findings
 from gpipe_exec.run.records import MemoryRecord, RankRecord, gather
 from gpipe_sim.base.files import write_text
@@ -242,20 +243,35 @@ class _LayerTimes:
     """
 
     def __init__(self, job: _Job, plan: Plan, device: torch.device, clock: LayerClock) -> None:
-        self._job, self._num_microbatches = job, plan.num_microbatches
+        self._job, self._num_microbatches, self._num_members = job, plan.num_microbatches, plan.tensor
         layers = range(plan.profile.num_layers)
         shares = [layers[plan.stages[stage]] for stage in _stages(plan)]
         mixed = computes_with_copies(plan.dtype, plan.scenario.precision)
         lowered = DTYPES[plan.dtype] if mixed else None
+        # Here layers are divided already, and what they take follows from the whole ones.
+        whole = build_workload(plan.scenario, on_meta=True).layers if plan.tensor > 1 else job.workload.layers
+        parts = plan.tensor if plan.scenario.plan.sequence_split else 1
+        workload = job.workload
+        if plan.tensor > 1:
+            workload = workload._replace(loss=whole_loss(workload.loss))
         with job.engine.lowered():
             self._timers = {
-                size: LayerTimer(job.workload, shares, size, plan.num_microbatches, device, clock, lowered)
+                size: LayerTimer(
+                    workload,
+                    shares,
+                    size,
+                    plan.num_microbatches,
+                    device,
+                    clock,
+                    lowered,
+                    boundaries_of(whole, shares, workload.sample(size)[0], lowered, parts),
+                )
                 for size in sorted({*plan.sizes})
             }
 
     def measure(self, *, counts: bool) -> None:
         """About as many micro-batches as a step has, for each of their sizes."""
-        with self._job.engine.lowered():
+        with self._job.engine.lowered(), divided_loss(self._num_members):
             for timer in self._timers.values():
                 for _ in range(-(-self._num_microbatches // timer.in_a_row)):
                     timer.measure()
