@@ -151,8 +151,10 @@ def gather(plan: Plan, run: Path, *, device: str, engine: str, stretch: float, l
     memory = [record.memory for record in present if record.memory]
     measured = Measured(device=device, engine=engine, stretch=stretch, links=links, steps=steps)
     if len(memory) == len(present):
-        each = plan.replicas * plan.tensor
-        memory = [max(memory[first : first + each], key=_peak_bytes) for first in range(0, len(memory), each)]
+        # Members of a tensor group hold the same: what one is seen to hold more is what nobody saw let go of.
+        T = plan.tensor
+        memory = [min(memory[first : first + T], key=_peak_bytes) for first in range(0, len(memory), T)]
+        memory = [max(alike, key=_peak_bytes) for alike in _holding_the_same(memory, plan)]
         peaks = tuple(map(_peak_bytes, memory))
         curves = tuple(_curve(watched, timeline) for watched, timeline in zip(memory, typical.ranks, strict=True))
         reserved = tuple(one.reserved_bytes for one in memory if one.reserved_bytes is not None)

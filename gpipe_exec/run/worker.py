@@ -159,7 +159,7 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     record.clock.append(clock_offset())
     if layer_times:
         layer_times.save(arguments.run)
-    record.memory = _watch_memory(job, device, recorder)
+    record.memory = _watch_memory(job, device, recorder, num_steps=1 if plan.tensor == 1 else 2)
     record.finish(arguments.run)
     job.engine.close()
     if alone:
@@ -286,19 +286,25 @@ class _LayerTimes:
             write_text(run / TIMES, json.dumps(found))
 
 
-def _watch_memory(job: _Job, device: torch.device, recorder: Recorder) -> MemoryRecord:
+def _watch_memory(job: _Job, device: torch.device, recorder: Recorder, num_steps: int) -> MemoryRecord:
     """One more step, with the allocator watched. Before it there are parameters, optimizer state and, on the first
-    rank, the mini-batch."""
+    rank, the mini-batch.
+
+    In a tensor group several, of which the lowest peak counts: what a collective was given is now and then seen let go
+    of too late (`allocator`), never too early.
+    """
     static = [*job.engine.module.parameters(), *job.engine.module.buffers(), *job.state()]
     if job.engine.is_first:
         static += flatten(job.inputs)[0]
     is_cpu = device.type == "cpu"  # elsewhere inputs are in host memory, and go to the device in the step
     static_bytes = storage_bytes(static) if is_cpu else bytes_of_device(device).active
     recorder.steps, recorder.enabled = [], True
-    trace, _ = trace_bytes(device, job.step)
+    traces = [trace_bytes(device, job.step)[0] for _ in range(num_steps)]
+    lowest = min(range(num_steps), key=lambda number: traces[number].peak_bytes)
+    trace = traces[lowest]
     return MemoryRecord(
         static_bytes=static_bytes,
-        step=recorder.steps[0],
+        step=recorder.steps[lowest],
         trace=trace.thinned(),
         reserved_bytes=None if is_cpu else bytes_of_device(device).reserved,
         device_bytes=memory_of_device(device),
