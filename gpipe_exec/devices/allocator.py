@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from gpipe_exec.devices.accelerator import bytes_of_device, forget_highest
 
@@ -64,10 +66,38 @@ def trace_bytes(device: torch.device, work: Callable[[], T]) -> tuple[Trace, T]:
     with _older_garbage_left(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = work()
     assert profile.kineto_results is not None, "the profiler has run"
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = np.cumsum([event.nbytes() for event in events], dtype=int).tolist()
-    return Trace([began, *(event.start_ns() / 1e9 - clocks_apart_s for event in events)], [0, *held]), result
+    changes = _changes(profile.kineto_results.experimental_event_tree())
+    held = np.cumsum([num_bytes for _, num_bytes in changes], dtype=int).tolist()
+    return Trace([began, *(time_ns / 1e9 - clocks_apart_s for time_ns, _ in changes)], [0, *held]), result
+
+
+def _changes(events: Sequence[Any]) -> list[tuple[int, int]]:
+    """When the profiler saw bytes taken, or let go of (negative), in their order.
+
+    A thread of gloo's may be the last to hold what a collective was given, and nothing sees it let go. That the memory
+    is taken again tells it.
+    """
+    found: list[tuple[int, int, int]] = []
+    stack = list(events)
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == _ALLOCATION and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+    found.sort(key=lambda one: one[0])
+    changes, live = [], dict[int, int]()
+    for time_ns, num_bytes, place in found:
+        if num_bytes > 0 and place in live:
+            changes.append((time_ns, -live[place]))
+        if num_bytes > 0:
+            live[place] = num_bytes
+        else:
+            live.pop(place, None)
+        changes.append((time_ns, num_bytes))
+    return changes
+
+
+_ALLOCATION = torch._C._profiler._EventType.Allocation
 
 
 @contextmanager
@@ -138,5 +168,17 @@ def peak_of_second(device: torch.device, first: Callable[[], T], second: Callabl
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Of distinct storages, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = [storage_of(tensor) for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Where its numbers are; those of a DTensor that this process holds."""
+    return local_part(tensor).untyped_storage()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor, without a graph."""
+    with torch.no_grad():
+        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return found.wait() if isinstance(found, AsyncCollectiveTensor) else found  # what a collective is still making

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gpipe_exec.devices.allocator import local_part
 from gpipe_exec.engine.messages import Value, flatten
-from gpipe_exec.engine.slices import local_part
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Of |x|, the root of the sum of squares."""

@@ -36,8 +36,9 @@ from torch.nn.utils import parametrize
 
 from gpipe_exec.engine.losses import Loss, LossResult
 from gpipe_exec.engine.messages import Value, flatten, unflatten
+from gpipe_exec.engine.precision import adds_in_fp32
 from gpipe_sim.plan.plan import Plan
-from gpipe_sim.scenario.schema import Transformer
+from gpipe_sim.scenario.schema import Scenario, Transformer
 
 IS_PIECE = "_is_piece"
 """Marks a parameter that is a part of another."""
@@ -87,16 +88,27 @@ class _AsDTensor(nn.Module):
 
 def refuse_tensor(plan: Plan) -> None:
     """Refuse what a tensor group cannot hold or exchange yet, by its field."""
-    if plan.tensor == 1:
+    if plan.tensor > 1:
+        refuse_tensor_of(plan.scenario)
+
+
+def refuse_tensor_of(scenario: Scenario) -> None:
+    """The same of a scenario, whose plan is not made yet."""
+    model, T = scenario.model, scenario.plan.tensor
+    if T == 1:
         return
-    model, T = plan.scenario.model, plan.tensor
     if not isinstance(model, Transformer):
         message = f"found {T}, expected 1: the engine divides the layers of kind: transformer, not of {model.kind}"
-        raise plan.scenario.error("plan.tensor", message)
+        raise scenario.error("plan.tensor", message)
+    if adds_in_fp32(scenario.dtype, scenario.precision):
+        message = (
+            f"found {scenario.precision}, expected mixed or pure with plan.tensor {T}: the engine adds up slices' "
+        )
+        raise scenario.error("precision", f"{message}gradients as they are")
     for name, number in (("kv_heads", model.num_kv_heads), ("vocab", model.vocab)):
         if number % T:
             message = f"found {number}, expected a multiple of plan.tensor, {T}: the engine divides them equally"
-            raise plan.scenario.error(f"model.{name}", message)
+            raise scenario.error(f"model.{name}", message)
 
 
 class Slices:
@@ -257,13 +269,6 @@ def plain_name(name: str) -> str:
 
 
 # --- values that members hold in parts -------------------------------------------------------------------------------
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it, without a graph."""
-    with torch.no_grad():
-        found: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found
 
 
 def put_together(value: Value) -> Value:

@@ -109,7 +109,8 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
         name="measured", bandwidth=extras["link"]["bandwidth"], latency=extras["link"]["latency"]
     )
     attention = ATTENTION_COLUMNS if ATTENTION_COLUMNS[0] in by_size[0] else ()
-    columns = (*COLUMNS, *SPLIT_COLUMNS, *attention, "freed_bytes")
+    tensor = ("tensor_s",) if "tensor_s" in by_size[0] else ()
+    columns = (*COLUMNS, *SPLIT_COLUMNS, *attention, *tensor, "freed_bytes")
     ends = sorted({(made, used) for entry in by_size for made, used, _ in entry["skips"]})
     return Profile(
         source="measured",
@@ -128,6 +129,8 @@ def _assemble(scenario: Scenario, sizes: Sequence[int], work: Path, device: str)
         environment={name: str(value) for name, value in extras["environment"].items()},
         precision=scenario.precision if scenario.dtype in ("bf16", "fp16") else None,
         skips=tuple((*pair, tuple(_skipping(entry["skips"], pair) for entry in by_size)) for pair in ends),
+        tensor=scenario.plan.tensor,
+        sequence_split=scenario.plan.sequence_split if scenario.plan.tensor > 1 else None,
     )
 
 

@@ -82,9 +82,8 @@ class LayerTimer:
         self.in_a_row = max(1, min(IN_A_ROW, num_microbatches))
         inputs, targets = workload.sample(size)
         if boundaries is None:
-            forms = forms_before(workload.layers, inputs, lowered)
-            taken = [forms[share.start] if share.start == 0 else filled(forms[share.start]) for share in shares]
-            boundaries = [on_device(value, device) for value in taken]
+            boundaries = boundaries_of(workload.layers, shares, inputs, lowered, 1)
+        boundaries = [on_device(value, device) for value in boundaries]
         self._shares = list(zip(shares, boundaries, strict=True))
         self._targets = on_device(targets, device)
         self.passes: list[Seconds] = []
@@ -319,6 +318,19 @@ def _where_it_is(layer: nn.Module, value: Value) -> Value:
     where = next((parameter.device for parameter in layer.parameters()), None)
     with torch.no_grad():
         return layer(on_device(value, where) if where else value)
+
+
+def boundaries_of(
+    layers: nn.Sequential, shares: Sequence[range], inputs: Value, lowered: torch.dtype | None, parts: int
+) -> list[Value]:
+    """What shares of layers take; of a tensor group's members each its part of the sequence. The layers are whole."""
+    forms = forms_before(layers, inputs, lowered)
+    found = []
+    for share in shares:
+        tensors, nesting = flatten(forms[share.start])
+        own = [tensor.chunk(parts, 1)[0] for tensor in tensors] if parts > 1 else tensors
+        found.append(forms[0] if share.start == 0 else filled(unflatten(nesting, own)))
+    return found
 
 
 def filled(value: Value) -> Value:

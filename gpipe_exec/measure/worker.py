@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_exec.devices.accelerator import local_device
-from gpipe_exec.devices.allocator import Part, bytes_of_parts, peak_bytes, peak_of_second, storage_bytes
+from gpipe_exec.devices.allocator import Part, bytes_of_parts, peak_bytes, peak_of_second, storage_bytes, storage_of
 from gpipe_exec.devices.autopsy import answer_where, beat, fail
 from gpipe_exec.devices.environment import find_own_models
 from gpipe_exec.devices.groups import start_processes
@@ -45,6 +46,7 @@ from gpipe_exec.engine.precision import (
     lower,
 )
 from gpipe_exec.engine.selective import watched_attention
+from gpipe_exec.engine.slices import Slices, divided_loss, whole_loss
 from gpipe_exec.engine.split import Halves
 from gpipe_exec.layers import Workload, build_workload, parameter_bytes
 from gpipe_exec.measure.calibrate import Overheads, calibrate
@@ -54,6 +56,7 @@ from gpipe_exec.measure.timing import (
     Seconds,
     Span,
     alike,
+    boundaries_of,
     columns_of,
     filled,
     forms_before,
@@ -107,6 +110,11 @@ def _measure(work: Path, alive: Callable[[], None]) -> None:
         workload.layers.to(device)
         if lowered is not None:
             lower(workload.layers, lowered, in_fp32=in_fp32)
+    T = scenario.plan.tensor
+    whole = build_workload(scenario, on_meta=True).layers if T > 1 else workload.layers
+    if T > 1:
+        workload = divided(workload, T, device, sequence=scenario.plan.sequence_split)
+    parts = T if scenario.plan.sequence_split else 1
     is_first = dist.get_rank() == 0
     largest_bytes = 0.0
     for size in request["sizes"]:
@@ -114,10 +122,14 @@ def _measure(work: Path, alive: Callable[[], None]) -> None:
         if _agree(path.is_file()):
             columns = json.loads(path.read_text())
         else:
-            how = partial(_measure_one_by_one, in_fp32=in_fp32) if one_by_one else _measure_size
-            columns = how(workload, size, scenario.batch // size, device, clock, lowered, alive)
+            given = size, scenario.batch // size, device, clock, lowered, alive
+            with divided_loss(T):
+                if one_by_one:
+                    columns = _measure_one_by_one(workload, *given, in_fp32=in_fp32)
+                else:
+                    columns = _measure_size(workload, *given, whole, T, parts)
             if is_first:
-                skips = skips_of(workload.layers, workload.sample(size)[0], lowered)
+                skips = skips_of(whole, workload.sample(size)[0], lowered)
                 write_text(path, json.dumps(columns | {"skips": skips}))
         largest_bytes = max(largest_bytes, *columns["output_bytes"])
     # Ranks that share a core and keep it busy would wait for each other: that is not the engine's time.
@@ -126,6 +138,7 @@ def _measure(work: Path, alive: Callable[[], None]) -> None:
     overheads = calibrate(link, asleep=shares_core) if device.type == "cpu" else _HIDDEN
     alive()
     extras = _measure_extras(workload, scenario, device, clock) | {
+        "names": [f"{index}:{type(layer).__name__}" for index, layer in enumerate(whole)],
         "link": link and {"bandwidth": link.bandwidth, "latency": link.latency},
         "overheads": list(overheads),
     }
@@ -153,12 +166,24 @@ def _measure_size(
     clock: LayerClock,
     lowered: torch.dtype | None,
     alive: Callable[[], None],
+    whole: nn.Sequential,
+    num_members: int,
+    parts: int,
 ) -> dict[str, list[float]]:
-    """All layers are on the device; each rank times its share of them, as a stage runs its part."""
-    share = [_share(len(workload.layers))]
-    timer = LayerTimer(workload, share, size, num_microbatches, device, clock, lowered)
+    """All layers are on the device; each rank, or tensor group of so many members, times its share of them, as a stage
+    runs its part. Of a group's, `whole` are the layers before they were divided, and each takes one of so many `parts`
+    of a sequence."""
+    share = [_share(len(workload.layers), num_members)]
+    boundaries = boundaries_of(whole, share, workload.sample(size)[0], lowered, parts)
+    timer = LayerTimer(workload, share, size, num_microbatches, device, clock, lowered, boundaries)
     _time(timer, alive)
-    columns = timer.columns() | memory_of_layers(workload, size, device, alive)
+    columns = timer.columns()
+    if num_members == 1:
+        columns |= memory_of_layers(workload, size, device, alive)
+    else:
+        columns |= _least([memory_of_layers(workload, size, device, alive) for _ in range(2)])
+    if num_members > 1 and device.type == "cpu":
+        columns["tensor_s"] = _seconds_of_collectives(workload, size, device)
     forget_gradients(workload.layers)
     return columns
 
@@ -242,9 +267,52 @@ def _time(timer: LayerTimer, alive: Callable[[], None]) -> None:
             alive()
 
 
-def _share(num_layers: int) -> range:
-    """This rank's layers; all of them where there are fewer than ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def _least(mine: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Of what all members have found, several times, the least: what a collective was given may be let go of a little
+    after it has ended. Of what attention keeps, which is the difference of two, the middle."""
+    found = [one for of_rank in from_all_ranks(mine) for one in of_rank]
+    choose = {"attention_bytes": statistics.median_low}
+    return {
+        name: [choose.get(name, min)(values) for values in zip(*(one[name] for one in found), strict=True)]
+        for name in found[0]
+    }
+
+
+def divided(workload: Workload, num_members: int, device: torch.device, *, sequence: bool) -> Workload:
+    """Of whole layers, the slices of one member of a tensor group of so many processes."""
+    groups = torch.arange(dist.get_world_size()).view(-1, num_members)
+    slices = Slices(DeviceMesh(device.type, groups, mesh_dim_names=("groups", "tp"))["tp"], sequence=sequence)
+    last = len(workload.layers) - 1
+    for index, layer in enumerate(workload.layers):
+        slices.divide(layer, str(index), is_last=index == last)
+    return workload._replace(loss=whole_loss(workload.loss))
+
+
+def _seconds_of_collectives(workload: Workload, size: int, device: torch.device) -> list[float]:
+    """Of each layer's forward, those in which the members of its tensor group exchange what they have; on a CPU, where
+    the host waits for it, and not known elsewhere."""
+    found: list[list[float]] = []
+    inputs, targets = (on_device(given, device) for given in workload.sample(size))
+    last = len(workload.layers) - 1
+    for _ in range(REPEATS):
+        value = inputs
+        found.append([])
+        for index, layer in enumerate(workload.layers):
+            leaves = leaves_of(value, first=index == 0)
+            dist.barrier()
+            with torch.autograd.profiler.profile() as profile:
+                value = layer(leaves)
+                value = mean_of(workload.loss(value, targets)) if index == last else value
+            assert profile.kineto_results is not None, "the profiler has run"
+            events = [e for e in profile.kineto_results.events() if e.name().startswith("_c10d_functional::")]
+            found[-1].append(sum(event.duration_ns() for event in events) / 1e9)
+    of_all = [one for of_rank in from_all_ranks(found) for one in of_rank]
+    return [statistics.median(times) for times in zip(*of_all, strict=True)]
+
+
+def _share(num_layers: int, num_members: int = 1) -> range:
+    """The layers of this rank, or of its tensor group; all of them where there are fewer than ranks."""
+    rank, world = dist.get_rank() // num_members, dist.get_world_size() // num_members
     if world > num_layers:
         return range(num_layers)
     return range(num_layers * rank // world, num_layers * (rank + 1) // world)
@@ -363,8 +431,8 @@ _SELECTIVE = ("workspace_forward_bytes", "workspace_backward_bytes", "workspace_
 
 def _among(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those that have the storage of another."""
-    known = {other.untyped_storage().data_ptr() for other in others}
-    return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in known]
+    known = {storage_of(other).data_ptr() for other in others}
+    return [tensor for tensor in tensors if storage_of(tensor).data_ptr() in known]
 
 
 def _backward(output: Value) -> None:
@@ -439,7 +507,6 @@ def _measure_extras(workload: Workload, scenario: Scenario, device: torch.device
     layers = list(workload.layers)
     inputs, _ = workload.sample(1)
     return {
-        "names": [f"{index}:{type(layer).__name__}" for index, layer in enumerate(layers)],
         "parameter_bytes": [parameter_bytes(layer, scenario) for layer in layers],
         "optimizer_s": _optimizer_seconds(layers, scenario, device, clock),
         "input_bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in flatten(inputs)[0])),

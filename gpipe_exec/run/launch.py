@@ -18,21 +18,24 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gpipe_exec.devices.accelerator import num_accelerators
 from gpipe_exec.devices.autopsy import BUILD_S, beats_of, failure, where_ranks_stand
 from gpipe_exec.devices.environment import STEADY, worker_environment
 from gpipe_exec.devices.supervision import FIRST_S, STARTING_S, Watched, ranks_of_this_machine
+from gpipe_exec.engine.precision import DTYPES
 from gpipe_exec.engine.shards import refuse_shards
 from gpipe_exec.engine.slices import refuse_tensor
 from gpipe_exec.layers import WorkloadError, build_workload, parameter_bytes
 from gpipe_exec.run.findings import predict_with_findings, write_prediction
 from gpipe_exec.run.records import gather, has_finished, steps_done
 from gpipe_sim.base.files import InputError, Problem, write_text
+from gpipe_sim.cost.collectives import sliced_layers
 from gpipe_sim.explain.predict import predict
 from gpipe_sim.plan.plan import Plan, only_one_pipeline, only_single_members, only_what_runs
 from gpipe_sim.runs.directory import Measured
-from gpipe_sim.scenario.schema import PythonModel
+from gpipe_sim.scenario.schema import PythonModel, Transformer
 
 
 class RunError(RuntimeError):
@@ -178,8 +181,9 @@ def check_runnable(plan: Plan, settings: Settings, num_machines: int = 1) -> Non
     if settings.engine == "torch":
         only_one_pipeline(plan, "--engine torch")
         only_single_members(plan, "--engine torch")
-    only_single_members(plan, "gpipe run")
-    if settings.device != "rehearse":
+    if settings.device == "rehearse":
+        only_single_members(plan, "a rehearsal")
+    else:
         refuse_shards(plan)
         refuse_tensor(plan)
     problems = [Problem("torch", "", "has no distributed support, expected a build with it")]
@@ -238,10 +242,19 @@ def _model_problems(plan: Plan) -> Iterator[Problem]:
         message = f"has {len(layers)} layers, but the plan was made for {plan.profile.num_layers}"
         yield document.problem(("model",), message)
     elif plan.profile.source == "measured":
-        for index, layer in enumerate(layers):
-            found = parameter_bytes(layer, plan.scenario)
+        for index, found in enumerate(_held_bytes(layers, plan)):
             profiled = plan.profile.parameter_bytes[index]
             if found != profiled:
                 message = f"layer {index} has {found} bytes of parameters, but the profile's has {profiled:.0f}"
                 yield document.problem(("profile",), f"was made for another model: {message}")
                 return
+
+
+def _held_bytes(layers: nn.Sequential, plan: Plan) -> list[int]:
+    """Of each layer's weights on one process."""
+    model, scenario = plan.scenario.model, plan.scenario
+    if plan.tensor == 1 or not isinstance(model, Transformer):
+        return [parameter_bytes(layer, scenario) for layer in layers]
+    word = DTYPES[scenario.dtype].itemsize
+    slices = sliced_layers(model, scenario.dtype, plan.tensor, sequence=scenario.plan.sequence_split)
+    return [one.layer.parameters * word for one in slices]

@@ -144,13 +144,16 @@ def gather(plan: Plan, run: Path, *, device: str, engine: str, stretch: float, l
     if len(present) < len(records) or num_steps == 0:
         return None
     steps = tuple(
-        _step(plan, [_aligned(record.steps[index], record.clock) for record in present], stretch)
+        _step(plan, groups_as_one([_aligned(record.steps[index], record.clock) for record in present], plan), stretch)
         for index in range(num_steps)
     )
     typical = steps[median_index([step_time_s(step) for step in steps])]
     memory = [record.memory for record in present if record.memory]
     measured = Measured(device=device, engine=engine, stretch=stretch, links=links, steps=steps)
     if len(memory) == len(present):
+        # Members of a tensor group hold the same: what one is seen to hold more is what nobody saw let go of.
+        T = plan.tensor
+        memory = [min(memory[first : first + T], key=_peak_bytes) for first in range(0, len(memory), T)]
         memory = [max(alike, key=_peak_bytes) for alike in _holding_the_same(memory, plan)]
         peaks = tuple(map(_peak_bytes, memory))
         curves = tuple(_curve(watched, timeline) for watched, timeline in zip(memory, typical.ranks, strict=True))
@@ -170,9 +173,23 @@ def gather(plan: Plan, run: Path, *, device: str, engine: str, stretch: float, l
 
 
 def _holding_the_same(of_processes: Sequence[T], plan: Plan) -> list[Sequence[T]]:
-    """What there is of each process, together for those that hold the same stages, in the order of `Plan.ranks`."""
+    """What there is of each process or tensor group, together for those that hold the same stages, in the order of
+    `Plan.ranks`."""
     D = plan.replicas
     return [of_processes[first : first + D] for first in range(0, len(of_processes), D)]
+
+
+def groups_as_one(of_processes: Sequence[StepRecord], plan: Plan) -> list[StepRecord]:
+    """A record for each tensor group: what its members do together begins, and ends, with the last of them."""
+    T = plan.tensor
+    groups = [of_processes[first : first + T] for first in range(0, len(of_processes), T)]
+    columns = StepRecord.__dataclass_fields__
+    return [
+        StepRecord(**{name: np.max([getattr(one, name) for one in group], axis=0).tolist() for name in columns})
+        if T > 1
+        else group[0]
+        for group in groups
+    ]
 
 
 def _peak_bytes(watched: MemoryRecord) -> int:

@@ -40,10 +40,11 @@ from gpipe_exec.engine.messages import Value, flatten, unflatten
 from gpipe_exec.engine.optimizers import make_optimizer
 from gpipe_exec.engine.pipeline import Pipeline, pin_to_cores
 from gpipe_exec.engine.precision import DTYPES, computes_with_copies
+from gpipe_exec.engine.slices import divided_loss, whole_loss
 from gpipe_exec.engine.transport import PeerToPeer, Transport
 from gpipe_exec.layers import Workload, build_workload
 from gpipe_exec.measure.calibrate import calibrate
-from gpipe_exec.measure.timing import LayerClock, LayerTimer
+from gpipe_exec.measure.timing import LayerClock, LayerTimer, boundaries_of
 from gpipe_exec.run.findings import OVERHEADS, TIMES, predict_with_findings
 from gpipe_exec.run.records import MemoryRecord, RankRecord, gather
 from gpipe_sim.base.files import write_text
@@ -158,7 +159,7 @@ def _run(arguments: argparse.Namespace, plan: Plan, rank: int) -> None:
     record.clock.append(clock_offset())
     if layer_times:
         layer_times.save(arguments.run)
-    record.memory = _watch_memory(job, device, recorder)
+    record.memory = _watch_memory(job, device, recorder, num_steps=1 if plan.tensor == 1 else 2)
     record.finish(arguments.run)
     job.engine.close()
     if alone:
@@ -242,20 +243,35 @@ class _LayerTimes:
     """
 
     def __init__(self, job: _Job, plan: Plan, device: torch.device, clock: LayerClock) -> None:
-        self._job, self._num_microbatches = job, plan.num_microbatches
+        self._job, self._num_microbatches, self._num_members = job, plan.num_microbatches, plan.tensor
         layers = range(plan.profile.num_layers)
         shares = [layers[plan.stages[stage]] for stage in _stages(plan)]
         mixed = computes_with_copies(plan.dtype, plan.scenario.precision)
         lowered = DTYPES[plan.dtype] if mixed else None
+        # Here layers are divided already, and what they take follows from the whole ones.
+        whole = build_workload(plan.scenario, on_meta=True).layers if plan.tensor > 1 else job.workload.layers
+        parts = plan.tensor if plan.scenario.plan.sequence_split else 1
+        workload = job.workload
+        if plan.tensor > 1:
+            workload = workload._replace(loss=whole_loss(workload.loss))
         with job.engine.lowered():
             self._timers = {
-                size: LayerTimer(job.workload, shares, size, plan.num_microbatches, device, clock, lowered)
+                size: LayerTimer(
+                    workload,
+                    shares,
+                    size,
+                    plan.num_microbatches,
+                    device,
+                    clock,
+                    lowered,
+                    boundaries_of(whole, shares, workload.sample(size)[0], lowered, parts),
+                )
                 for size in sorted({*plan.sizes})
             }
 
     def measure(self, *, counts: bool) -> None:
         """About as many micro-batches as a step has, for each of their sizes."""
-        with self._job.engine.lowered():
+        with self._job.engine.lowered(), divided_loss(self._num_members):
             for timer in self._timers.values():
                 for _ in range(-(-self._num_microbatches // timer.in_a_row)):
                     timer.measure()
@@ -270,19 +286,25 @@ class _LayerTimes:
             write_text(run / TIMES, json.dumps(found))
 
 
-def _watch_memory(job: _Job, device: torch.device, recorder: Recorder) -> MemoryRecord:
+def _watch_memory(job: _Job, device: torch.device, recorder: Recorder, num_steps: int) -> MemoryRecord:
     """One more step, with the allocator watched. Before it there are parameters, optimizer state and, on the first
-    rank, the mini-batch."""
+    rank, the mini-batch.
+
+    In a tensor group several, of which the lowest peak counts: what a collective was given is now and then seen let go
+    of too late (`allocator`), never too early.
+    """
     static = [*job.engine.module.parameters(), *job.engine.module.buffers(), *job.state()]
     if job.engine.is_first:
         static += flatten(job.inputs)[0]
     is_cpu = device.type == "cpu"  # elsewhere inputs are in host memory, and go to the device in the step
     static_bytes = storage_bytes(static) if is_cpu else bytes_of_device(device).active
     recorder.steps, recorder.enabled = [], True
-    trace, _ = trace_bytes(device, job.step)
+    traces = [trace_bytes(device, job.step)[0] for _ in range(num_steps)]
+    lowest = min(range(num_steps), key=lambda number: traces[number].peak_bytes)
+    trace = traces[lowest]
     return MemoryRecord(
         static_bytes=static_bytes,
-        step=recorder.steps[0],
+        step=recorder.steps[lowest],
         trace=trace.thinned(),
         reserved_bytes=None if is_cpu else bytes_of_device(device).reserved,
         device_bytes=memory_of_device(device),

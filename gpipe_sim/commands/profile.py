@@ -12,7 +12,10 @@ from gpipe_sim.commands.common import need_torch, progress, say, scenario_argume
 from gpipe_sim.commands.run import RunDevice, run_device
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpipe_sim.cost.profile import Profile
+    from gpipe_sim.scenario.schema import Scenario
 
 
 class ProfileDevice(StrEnum):
@@ -90,12 +93,20 @@ def measure(
         message = f"a model of kind {sweep[0].model.kind} has costs but no arithmetic to measure"
         raise sweep[0].error("model.kind", message)
     sizes = sizes_for(sweep)
-    num_ranks = max(
+    T = _members(sweep)
+    num_ranks = T * max(
         -(-(scenario.plan.num_stages or 1) // scenario.plan.num_per_rank) * scenario.plan.replicas for scenario in sweep
     )
     if device != "cpu":
-        num_ranks = max(1, min(num_ranks, num_accelerators()))
-    alone = device != "cpu" if one_by_one is None else one_by_one
+        if num_accelerators() < T > 1:
+            raise sweep[0].error(
+                "plan.tensor", f"found {T}, expected at most the {num_accelerators()} GPUs that are here"
+            )
+        num_ranks = max(T, min(num_ranks, num_accelerators() // T * T))
+    alone = device != "cpu" and T == 1 if one_by_one is None else one_by_one
+    if alone and T > 1:
+        message = f"measures layers alone, expected --together with plan.tensor {T}: a group holds its layers at once"
+        raise InputError([Problem("--one-by-one", "", message)])
     how = ", layers one by one" if alone else ""
     say(f"measuring on {device} with {num_ranks} ranks, micro-batches of {', '.join(map(str, sizes))}{how}")
     try:
@@ -107,6 +118,20 @@ def measure(
         raise typer.Exit(1) from error
     write(out, measured.to_json(), "profile, for profile: ... in the scenario")
     _summarise(measured)
+
+
+def _members(sweep: "Sequence[Scenario]") -> int:
+    """T, of which a profile has one."""
+    from gpipe_exec.engine.slices import refuse_tensor_of
+
+    kinds = {(scenario.plan.tensor, scenario.plan.tensor > 1 and scenario.plan.sequence_split) for scenario in sweep}
+    if len(kinds) > 1:
+        found = ", ".join(str(T) for T in sorted({T for T, _ in kinds}))
+        message = f"found {found}, expected one, and one sequence_split: a profile is measured for one of each"
+        raise sweep[0].error("plan.tensor", message)
+    for scenario in sweep:
+        refuse_tensor_of(scenario)
+    return sweep[0].plan.tensor
 
 
 def _summarise(measured: "Profile") -> None:

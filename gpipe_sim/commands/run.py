@@ -173,7 +173,12 @@ def _run_directory(plan: "Plan", out: Path | None) -> Path:
 
 def _announce(plan: "Plan", settings: "Settings") -> None:
     """Say what a rehearsal leaves out, and how long it takes; and what the plan does not know of this machine."""
-    if settings.device == "cpu" and plan.scenario.cluster.cores is None and plan.world > (cores := _num_cores()):
+    if (
+        settings.device == "cpu"
+        and plan.tensor == 1
+        and plan.scenario.cluster.cores is None
+        and plan.world > (cores := _num_cores())
+    ):
         say(f"{plan.world} ranks share {cores} cores, which the plan does not know: add `cores: {cores}` to it")
     if settings.device != "rehearse":
         return

@@ -54,6 +54,10 @@ def _read_for(scenario: Scenario, path: Path) -> Profile:
     if profile.tensor != scenario.plan.tensor:
         measured = f"{path} was measured with {profile.tensor}, and what other slices of its layers cost is not known"
         raise scenario.error("plan.tensor", f"found {scenario.plan.tensor}, expected {profile.tensor}: {measured}")
+    split = scenario.plan.sequence_split
+    if profile.tensor > 1 and profile.sequence_split not in (None, split):
+        message = f"found {str(split).lower()}, expected {str(not split).lower()}, with which {path} was measured"
+        raise scenario.error("plan.sequence_split", message)
     return profile
 
 
@@ -135,6 +139,7 @@ def _transformer_profile(scenario: Scenario, model: Transformer, sizes: tuple[in
             "attention_bytes": attention_bytes,
         },
         tensor=plan.tensor,
+        sequence_split=plan.sequence_split if plan.tensor > 1 else None,
         parameter_bytes=parameters * per_parameter.weight,
         optimizer_s=parameters * update_bytes / device.bandwidth,
         input_bytes=8.0 * model.sequence,  # token numbers as int64

@@ -179,6 +179,8 @@ class Profile:
     """T: the costs are those of one of so many ranks that hold each layer together."""
     skips: tuple[tuple[int, int, tuple[float, ...]], ...] = ()
     """What layers hand on to later ones, as `Skip` has it, with bytes for each size."""
+    sequence_split: bool | None = None
+    """Whether these also divided the sequence, where that is known."""
     _known: dict[int, LayerCosts] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
@@ -252,6 +254,7 @@ class Profile:
             "dtype": self.dtype,
             **({"precision": self.precision} if self.precision else {}),
             **({"tensor": self.tensor} if self.tensor > 1 else {}),
+            **({"sequence_split": self.sequence_split} if self.sequence_split is not None else {}),
             "environment": self.environment,
             "sizes": self.sizes,
             "input_bytes": self.input_bytes,
@@ -405,6 +408,8 @@ class _ProfileFile(Strict):
     """Of a measured update, where ``dtype`` has 16 bits; left out, of either."""
     tensor: Annotated[int, Field(ge=1, le=10**9)] = 1
     """How many ranks hold each layer together; the figures are those of one of them."""
+    sequence_split: bool | None = None
+    """Whether these also divide the sequence, in norms, residuals and what is kept; left out, it is not known."""
     environment: Annotated[dict[str, str], BeforeValidator(_few)] = Field(default_factory=dict)
     """Thread count, versions and the like; for people to read."""
     sizes: Annotated[list[Annotated[int, Field(ge=1, le=10**9)]], Field(min_length=1, fail_fast=True)]
@@ -539,4 +544,5 @@ def _from_file(content: _ProfileFile) -> Profile:
         precision=content.precision,
         tensor=content.tensor,
         skips=tuple((skip.made, skip.used, tuple(skip.bytes)) for skip in content.skips),
+        sequence_split=content.sequence_split,
     )
