@@ -33,6 +33,7 @@ KEYS = {
     "replicas",
     "shard",
     "tensor",
+    "order",
     "checkpoint",
     "schedule",
     "recompute",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from gpipe_sim.plan.plan import Plan, only_one_pipeline
 from gpipe_sim.plan.program import program_of
 from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE, Mesh
 from gpipe_sim.scenario.reading import parse_scenario
+from gpipe_sim.scenario.schema import Optimizer, Precision
 from gpipe_sim.search.advise import advise, why_not_copies
 from gpipe_sim.search.choices import space_of
 from gpipe_sim.search.tables import IntervalTables
@@ -224,6 +226,19 @@ def test_replicas_are_evaluated_as_they_are_simulated(made):
     check_equal(found, step_metrics(simulate(made)))
 
 
+@pytest.mark.parametrize("precision", get_args(Precision))
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_dividing_more_never_raises_memory_with_any_optimizer_and_precision(optimizer, precision):
+    shape = {"kind": "transformer", "layers": 4, "hidden": 512, "heads": 8, "sequence": 256, "vocab": 5000}
+    fixed = {"stages": 2, "replicas": 4, "microbatches": 2, "schedule": "1f1b", "checkpoint": "never"}
+    data = {"name": "test", "model": shape, "batch": 32, "precision": precision, "optimizer": optimizer}
+    data |= {"cluster": {"device": "a100-80gb", "link": "nvlink3"}, "plan": fixed | {"shard": list(SHARDS)}}
+    whole, *divided = predict_all([make_plan(point) for point in parse_scenario(Document("test.yaml", data))])
+    for one in divided:
+        assert all(less <= more for less, more in zip(one.peak_memory_bytes, whole.peak_memory_bytes, strict=True))
+    assert divided[0].peak_memory_bytes < whole.peak_memory_bytes or optimizer == "sgd"
+
+
 @settings(max_examples=12)
 @given(replicated_plans)
 def test_the_same_holds_for_each_sample_of_jitter_which_every_replica_has_for_itself(made):
@@ -337,6 +352,18 @@ def test_replicas_that_share_nics_unevenly_are_all_simulated():
     for nics, simulated in ((1, 1), (2, 3), (3, 1)):
         made = plan(model, 4, batch=12, bandwidth="100 B/s", replicas=3, cluster=cluster | {"nics": nics})
         assert made.simulated_replicas == simulated
+
+
+@settings(max_examples=40)
+@given(meshes_on_nodes(), st.floats(1.1, 10.0))
+def test_a_slower_nic_never_makes_a_step_faster(made, factor):
+    cluster = made.scenario.cluster
+    networks = {"network": cluster.network, "spine": cluster.spine}
+    slower = {name: one and replace(one, bandwidth=one.bandwidth / factor) for name, one in networks.items()}
+    slowed = replace(made, scenario=replace(made.scenario, cluster=cluster.model_copy(update=slower)))
+    if obstacle(made) is None:  # where traffic shares a NIC, less of it may come out better
+        before, after = (step_time_s(simulate(one, memory=False)) for one in (made, slowed))
+        assert after >= before * (1 - 1e-9)
 
 
 @settings(max_examples=40)
