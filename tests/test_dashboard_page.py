@@ -370,6 +370,8 @@ def test_the_timeline_is_zoomed_moved_pointed_at_and_played_and_its_view_survive
     page.mouse.move(0, 0)
     page.get_by_role("slider", name="moment of the step").fill("500")
     expect(panel).to_contain_text("At 105 ms. Rank 0: ")
+    moving = page.evaluate(f"() => {{ {TIMELINE}.seek(6.9 / 210); return {TIMELINE}.onTheirWay(); }}")
+    assert [(one["microbatch"], one["from"], one["to"]) for one in moving] == [(2, 0, 1), (1, 1, 2), (0, 2, 3)]
     page.reload()
     drawn(page)
     page.wait_for_function(f"() => {TIMELINE}.data.critical")
