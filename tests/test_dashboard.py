@@ -82,6 +82,13 @@ def test_every_scenario_that_is_offered_can_be_shown(scenario):
     assert f"on {found.plan.world} " in about(found)
 
 
+def test_the_first_sentence_names_the_link_as_the_scenario_does():
+    demo = State(scenario="demo", settings={"plan.stages": "8", "plan.microbatches": "16"})
+    assert "on 8 h100-80gb over nvlink4 (450 GB/s), 64 sequences a step" in about(current(demo, LIBRARY))
+    slower = demo.with_settings(cluster__link="{bandwidth: 25 GB/s, latency: 5 us}")
+    assert "on 8 h100-80gb with 25.0 GB/s links, 64 sequences" in about(current(slower, LIBRARY))
+
+
 def test_what_a_step_takes_time_for_has_words_and_a_colour():
     assert set(PARTS) <= set(WORDS)
     assert set(PARTS) == set(palette.BREAKDOWN)

@@ -81,7 +81,7 @@ def first_screen() -> dmc.Paper:
 
 
 def about(prediction: Prediction) -> str:
-    """``demo: a transformer of 8.0 billion parameters on 8 h100-80gb with 450 GB/s links, 64 sequences a step``."""
+    """``demo: a transformer of 8.0 billion parameters on 8 h100-80gb over nvlink4 (450 GB/s), 64 sequences a step``."""
     plan = prediction.plan
     scenario, devices = plan.scenario, plan.world
     unit = "samples"
@@ -91,8 +91,15 @@ def about(prediction: Prediction) -> str:
     else:
         model = f"a model of {plan.profile.num_layers} layers"
     bandwidth = link_of(plan).bandwidth
-    link = "free links" if bandwidth == float("inf") else f"{format_bandwidth(bandwidth)} links"
-    between = f" with {link}" if devices > 1 else ""
+    written = scenario.document.data.get("cluster", {})
+    named = written.get("network" if scenario.cluster.network is not None else "link")
+    if bandwidth == float("inf"):
+        between = " with free links"
+    elif isinstance(named, str):
+        between = f" over {named} ({format_bandwidth(bandwidth)})"
+    else:
+        between = f" with {format_bandwidth(bandwidth)} links"
+    between = between if devices > 1 else ""
     name = scenario.cluster.device.name
     device = name if name in device_names() else f"device{'s' * (devices > 1)}"
     copies = f", {plan.replicas} copies of a pipeline of {plan.num_ranks}" if plan.replicas > 1 else ""
