@@ -461,6 +461,35 @@ def test_newer_work_of_a_page_ends_the_older_and_leaves_other_pages_alone():
     assert theirs.value() == "done"
 
 
+def test_work_that_is_left_for_something_else_begins_anew_and_what_has_ended_is_kept():
+    tasks, go_on = Tasks(), Event()
+
+    def work(task: Task) -> str:
+        go_on.wait()
+        task.advance()
+        return "done"
+
+    left = tasks.ask("me", "moves", "here", work, patience_s=0)
+    ended = tasks.ask("me", "space", "here", lambda task: "done", patience_s=30)
+    tasks.leave("me", "moves", "space")
+    go_on.set()
+    assert left.ended.wait(30)
+    assert not left.has_result
+    again = tasks.ask("me", "moves", "here", work, patience_s=30)
+    assert again is not left
+    assert again.value() == "done"
+    assert tasks.ask("me", "space", "here", work) is ended
+
+
+def test_the_text_of_a_scenario_is_read_once_and_its_settings_go_into_copies():
+    state = State(scenario="bubble", settings={"plan.microbatches": "8"})
+    first = on_screen(state, LIBRARY)
+    first.data["plan"]["microbatches"] = 99
+    first.data["batch"] = 99
+    assert on_screen(state, LIBRARY).data["plan"]["microbatches"] == 8
+    assert on_screen(replace(state, settings={}), LIBRARY).data["batch"] == 64
+
+
 def test_a_search_and_the_space_around_a_plan_can_be_superseded():
     state = State(scenario="checkpoint", settings={"batch": "48"})
     for work in (

@@ -7,7 +7,7 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 
 from dashboard.page import ids
-from dashboard.page.cards import progress
+from dashboard.page.cards import explained, progress
 from dashboard.page.knobs import link_of
 from dashboard.page.moves import Next, outcome
 from gpipe_sim.base.units import format_bandwidth, format_bytes, format_money, format_seconds
@@ -37,11 +37,6 @@ WORDS = {
     "collectives": "What copies of the pipeline sum and gather together, as far as no rank computes meanwhile.",
 }
 """What a newcomer may not know."""
-
-
-def explained(name: str, content: Any) -> dmc.Tooltip:
-    """With the meaning of a word, shown when it is pointed at or reached with the keyboard."""
-    return dmc.Tooltip(content, label=WORDS[name], multiline=True, w=260, openDelay=200)
 
 
 _TRAY: Any = {"aria-label": "pinned plans"}
@@ -145,7 +140,7 @@ def tiles(prediction: Prediction, before: Prediction | None) -> list[Any]:
         **{"aria-label": "memory of the fullest rank"},
     )
     memory = [
-        dmc.Group([explained("fits", badge), dmc.Text(f"{share:.0%}", fw=600)], gap="xs"),
+        dmc.Group([explained(badge, WORDS["fits"]), dmc.Text(f"{share:.0%}", fw=600)], gap="xs"),
         bar,
         _note(f"{format_bytes(peak)} of {format_bytes(plan.memory_limit)} on the fullest rank", "number-peak-memory"),
     ]
@@ -168,7 +163,7 @@ def tiles(prediction: Prediction, before: Prediction | None) -> list[Any]:
 
 
 def _tile(name: str, value: str, notes: list[Any]) -> html.Div:
-    head = explained(name, dmc.Text(name, size="sm", className="quiet", span=True))
+    head = explained(dmc.Text(name, size="sm", className="quiet", span=True), WORDS[name])
     return html.Div([head, dmc.Text(value, size="xl", fw=600, id=f"number-{name.replace(' ', '-')}"), *notes])
 
 
