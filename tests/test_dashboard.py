@@ -655,6 +655,7 @@ def test_around_a_large_plan_others_as_large_are_left_out_with_a_word(monkeypatc
     monkeypatch.setattr(state, "LARGE_CELLS", 50)
     monkeypatch.setattr(neighbourhood, "LARGE_CELLS", 50)
     monkeypatch.setattr(neighbourhood, "_known", type(neighbourhood._known)())
+    monkeypatch.setattr(state, "_kept", type(state._kept)())  # what other tests have asked for before
     small, large = (State.from_query(f"?scenario=bubble&set=plan.microbatches={M}", "demo") for M in (8, 16))
     assert not neighbourhood.around(small, LIBRARY).here_is_large
     found = neighbourhood.around(large, LIBRARY)

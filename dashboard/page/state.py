@@ -165,7 +165,7 @@ def document_of(state: State, library: Library) -> Document:
     return _parsed(read_text(path), str(path))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a text from a browser may hold some megabytes
 def _parsed(text: str, file: str) -> Document:
     """Knobs leave the text as it is: it is read once, and every setting is put into a copy."""
     return parse_yaml(text, file)
