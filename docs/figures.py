@@ -110,6 +110,7 @@ def photograph_page() -> None:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.goto(f"http://127.0.0.1:{server.server_port}/{SHOWN}")
         page.wait_for_selector("#utilization .js-plotly-plot .bars .point")
+        page.wait_for_selector("#spark-jitter svg")  # the last of the curves beneath the knobs
         page.wait_for_load_state("networkidle")
         page.screenshot(path=HERE / "dashboard.png")
         browser.close()

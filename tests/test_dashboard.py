@@ -82,6 +82,13 @@ def test_every_scenario_that_is_offered_can_be_shown(scenario):
     assert f"on {found.plan.world} " in about(found)
 
 
+def test_the_first_sentence_names_the_link_as_the_scenario_does():
+    demo = State(scenario="demo", settings={"plan.stages": "8", "plan.microbatches": "16"})
+    assert "on 8 h100-80gb over nvlink4 (450 GB/s), 64 sequences a step" in about(current(demo, LIBRARY))
+    slower = demo.with_settings(cluster__link="{bandwidth: 25 GB/s, latency: 5 us}")
+    assert "on 8 h100-80gb with 25.0 GB/s links, 64 sequences" in about(current(slower, LIBRARY))
+
+
 def test_what_a_step_takes_time_for_has_words_and_a_colour():
     assert set(PARTS) <= set(WORDS)
     assert set(PARTS) == set(palette.BREAKDOWN)
@@ -454,6 +461,35 @@ def test_newer_work_of_a_page_ends_the_older_and_leaves_other_pages_alone():
     assert theirs.value() == "done"
 
 
+def test_work_that_is_left_for_something_else_begins_anew_and_what_has_ended_is_kept():
+    tasks, go_on = Tasks(), Event()
+
+    def work(task: Task) -> str:
+        go_on.wait()
+        task.advance()
+        return "done"
+
+    left = tasks.ask("me", "moves", "here", work, patience_s=0)
+    ended = tasks.ask("me", "space", "here", lambda task: "done", patience_s=30)
+    tasks.leave("me", "moves", "space")
+    go_on.set()
+    assert left.ended.wait(30)
+    assert not left.has_result
+    again = tasks.ask("me", "moves", "here", work, patience_s=30)
+    assert again is not left
+    assert again.value() == "done"
+    assert tasks.ask("me", "space", "here", work) is ended
+
+
+def test_the_text_of_a_scenario_is_read_once_and_its_settings_go_into_copies():
+    state = State(scenario="bubble", settings={"plan.microbatches": "8"})
+    first = on_screen(state, LIBRARY)
+    first.data["plan"]["microbatches"] = 99
+    first.data["batch"] = 99
+    assert on_screen(state, LIBRARY).data["plan"]["microbatches"] == 8
+    assert on_screen(replace(state, settings={}), LIBRARY).data["batch"] == 64
+
+
 def test_a_search_and_the_space_around_a_plan_can_be_superseded():
     state = State(scenario="checkpoint", settings={"batch": "48"})
     for work in (
@@ -619,6 +655,7 @@ def test_around_a_large_plan_others_as_large_are_left_out_with_a_word(monkeypatc
     monkeypatch.setattr(state, "LARGE_CELLS", 50)
     monkeypatch.setattr(neighbourhood, "LARGE_CELLS", 50)
     monkeypatch.setattr(neighbourhood, "_known", type(neighbourhood._known)())
+    monkeypatch.setattr(state, "_kept", type(state._kept)())  # what other tests have asked for before
     small, large = (State.from_query(f"?scenario=bubble&set=plan.microbatches={M}", "demo") for M in (8, 16))
     assert not neighbourhood.around(small, LIBRARY).here_is_large
     found = neighbourhood.around(large, LIBRARY)

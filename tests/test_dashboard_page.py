@@ -286,7 +286,6 @@ def test_a_knob_acts_while_it_is_dragged_and_is_turned_when_it_is_let_go(page, s
     page.mouse.up()
     quiet(page)
     assert "latency" not in page.url
-    expect(page.get_by_role("button", name="Undo")).to_be_disabled()
     page.mouse.move(x, y)
     page.mouse.down()
     page.mouse.move(x + 170, y, steps=4)
@@ -330,6 +329,7 @@ def drawn(page: Page) -> None:
 def test_the_timeline_is_zoomed_moved_pointed_at_and_played_and_its_view_survives_a_knob(page, server):
     page.goto(server + SMALL)
     drawn(page)
+    expect(page.locator("#moves")).to_contain_text("What to change next")  # to which the timeline gives way
     timeline = page.locator("#gantt canvas")
     timeline.scroll_into_view_if_needed()
 
@@ -370,6 +370,8 @@ def test_the_timeline_is_zoomed_moved_pointed_at_and_played_and_its_view_survive
     page.mouse.move(0, 0)
     page.get_by_role("slider", name="moment of the step").fill("500")
     expect(panel).to_contain_text("At 105 ms. Rank 0: ")
+    moving = page.evaluate(f"() => {{ {TIMELINE}.seek(6.9 / 210); return {TIMELINE}.onTheirWay(); }}")
+    assert [(one["microbatch"], one["from"], one["to"]) for one in moving] == [(2, 0, 1), (1, 1, 2), (0, 2, 3)]
     page.reload()
     drawn(page)
     page.wait_for_function(f"() => {TIMELINE}.data.critical")
@@ -813,6 +815,11 @@ def test_the_page_is_operated_by_the_keyboard_alone(page, server):
         assert wanted in names, names
     assert [one["where"] for one in visited if not one["seen"] and one["where"] != "BODY"] == []
 
+    page.focus("#microbatches")
+    expect(page.get_by_role("tooltip")).to_contain_text("Pieces that the batch is cut into")
+    expect(page.locator("#microbatches")).to_have_attribute("aria-describedby", "tip")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("tooltip")).to_have_count(0)
     page.focus("#bandwidth [role=slider]")
     page.keyboard.press("ArrowLeft")
     address_has(page, "cluster.link%3D")
@@ -861,8 +868,8 @@ def test_axe_finds_nothing_wrong_on_any_tab_in_light_and_dark(page, server):
             page.emulate_media(color_scheme=scheme)
             for tab in TABS:
                 page.locator(f"[role=tab][id$='tab-{tab}']").click()
-                if tab == "pinned":
-                    page.wait_for_selector("#pinned-numbers th")
+                if tab in ("pinned", "gallery"):
+                    page.wait_for_selector({"pinned": "#pinned-numbers th", "gallery": "#gallery-cards h2"}[tab])
                 quiet(page)
                 where = "document" if tab == "plan" else "{include: [['[role=tabpanel]']]}"  # the rest is the same
                 found = page.evaluate(f"what => axe.run({where}, what)", what)["violations"]
@@ -883,6 +890,8 @@ def test_a_tab_to_which_one_comes_back_shows_what_it_showed(page, server):
         "space": "#table .ag-row",
         "pinned": "#pinned-numbers th",
         "weeks": "#weeks-losses .main-svg .point, #weeks-told *",
+        "runs": "#accuracy *",
+        "gallery": "#gallery-cards h2",
     }
     for _ in range(2):
         for tab in TABS:

@@ -62,12 +62,11 @@ def make_app(
     _guard(app, hosts, token)
     app.server.after_request(_compressed())
     tasks = Tasks()
-    for part in (pins, downloads):
+    for part in (pins, downloads, gallery):
         part.register(app, library)
     for long in (callbacks, range_callbacks, space_callbacks, weeks_callbacks):
         long.register(app, library, tasks)
-    for own in (tour, gallery):
-        own.register(app)
+    tour.register(app)
     run_callbacks.register(app, library, jobs)
     atexit.register(jobs.stop_all)
     return app

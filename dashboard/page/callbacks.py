@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -86,13 +87,24 @@ _FOLLOW_HASH = """(hash, tab, run) => {
 """The address names the tab and, on that of runs, the run that is opened."""
 
 
-_REMEMBER = """(query, known) => {
-    const past = known || [], now = query || '', before = past[past.length - 2];
-    if (past.length && past[past.length - 1] === now) return [dash_clientside.no_update, dash_clientside.no_update];
-    const history = before === now ? past.slice(0, -1) : [...past, now].slice(-50);
-    return [history, history.length < 2];
+_TELL = """async (query, drawn, tab, clicks, past, others, pins, searched, ...known) => {
+    await new Promise(go => setTimeout(go, 20));
+    const keep = dash_clientside.no_update, now = query || '', told = known.map(() => keep), place = TABS.indexOf(tab);
+    const ofTray = ([key]) => ['a', 'b', 'c', 'd', 'critical'].includes(key);
+    const aside = '?' + new URLSearchParams([...new URLSearchParams(now)].filter(ofTray));
+    const search = clicks ? `${clicks} ${now}` : null;
+    if (place >= 0 && known[place] !== query) told[place] = query;
+    let history = keep;
+    past = past || [];
+    if (past[past.length - 1] !== now)
+        history = past[past.length - 2] === now ? past.slice(0, -1) : [...past, now].slice(-50);
+    return [history, history === keep ? keep : history.length < 2, drawn === others ? keep : drawn,
+        aside === pins ? keep : aside, search === searched ? keep : search, ...told];
 }"""
-"""The addresses that were on screen, oldest first; going back to the last but one forgets the last."""
+"""Everybody who depends on the address is told of it, and only of what concerns them, once the timeline is painted.
+
+The history has the addresses that were on screen, oldest first; going back to the last but one forgets the last. The
+tray depends on the pins, the search on having been asked for, and some tabs on being looked at."""
 
 
 def _register_browser(app: dash.Dash) -> None:
@@ -122,12 +134,17 @@ def _register_browser(app: dash.Dash) -> None:
         Given(ids.SHELL, "navbar"),
         prevent_initial_call=True,
     )
+    told = (ids.HISTORY, ids.OTHERS, ids.PINS_SHOWN, ids.SEARCHED, *map(ids.query_of, ids.QUERY_TABS))
     browser(  # type: ignore[no-untyped-call]
-        _REMEMBER,
+        _TELL.replace("TABS", json.dumps(ids.QUERY_TABS)),
         Output(ids.HISTORY, "data"),
         Output(ids.UNDO, "disabled"),
+        *(Output(name, "data") for name in told[1:]),
         Input(ids.URL, "search"),
-        Given(ids.HISTORY, "data"),
+        Input(ids.DRAWN, "data"),
+        Input(ids.TABS, "value"),
+        Input(ids.RECOMMEND, "n_clicks"),
+        *(Given(name, "data") for name in told),
     )
     browser(  # type: ignore[no-untyped-call]
         "(undos, past) => past && past.length > 1 ? past[past.length - 2] : dash_clientside.no_update",
@@ -136,14 +153,6 @@ def _register_browser(app: dash.Dash) -> None:
         Given(ids.HISTORY, "data"),
         prevent_initial_call=True,
     )
-    for tab in ids.QUERY_TABS:
-        browser(  # type: ignore[no-untyped-call]
-            f"(query, tab, known) => tab === '{tab}' && query !== known ? query : dash_clientside.no_update",
-            Output(ids.query_of(tab), "data"),
-            Input(ids.URL, "search"),
-            Input(ids.TABS, "value"),
-            Given(ids.query_of(tab), "data"),
-        )
 
 
 # --- the address and the controls ------------------------------------------------------------------------------------
@@ -155,10 +164,10 @@ def _register_state(app: dash.Dash, library: Library, tasks: Tasks) -> None:
         Output(ids.SHOWN, "data"),
         Output(ids.GANTT, "data-timeline"),
         Output(ids.DRAWN, "data"),
-        *(Output(name, value) for name, value in controls.CONTROLS.items()),
+        *(Output(name, value) for name, value in controls.KNOBS.items()),
         Input(ids.URL, "search"),
         Input(ids.TABS, "value"),
-        *(Input(name, value) for name, value in controls.CONTROLS.items()),
+        *(Input(name, value) for name, value in controls.KNOBS.items()),
         Given(ids.SHOWN, "data"),
         Given(ids.DRAWN, "data"),
         Given(ids.TOKEN, "data"),
@@ -169,20 +178,45 @@ def _register_state(app: dash.Dash, library: Library, tasks: Tasks) -> None:
         It also draws what a person looks at while turning: one request from a knob to the timeline.
         """
         *found, last_shown, last_drawn, token = given
-        values = dict(zip(controls.CONTROLS, found, strict=True))
+        values = dict(zip(controls.KNOBS, found, strict=True))
         turned = controls.turned_since(values, last_shown)
         if turned:
             tasks.leave(token, ids.MOVES, ids.RANGES)
         state = controls.steered(state_of(query), library, turned)
         with suppress(InputError):
             current(state, library, token)
-        wanted = values | controls.shown(state, library)
-        changes = [no_update if wanted[name] == values[name] else wanted[name] for name in controls.CONTROLS]
         address = state.to_query()
         chart: list[Any] = [no_update, no_update]
         if tab == ids.PLAN_TAB and address != last_drawn:
             chart = [timeline_of(state, library), address]
-        return [address if turned else no_update, wanted, *chart, *changes]
+        return [address if turned else no_update, *_showing(state, library, values, chart)]
+
+    @app.callback(
+        Output(ids.URL, "search", allow_duplicate=True),
+        Output(ids.FORM_SHOWN, "data"),
+        *(Output(name, value) for name, value in controls.FORM.items()),
+        Input(ids.query_of(ids.SCENARIO_TAB), "data"),
+        *(Input(name, value) for name, value in controls.FORM.items()),
+        Given(ids.URL, "search"),
+        Given(ids.FORM_SHOWN, "data"),
+        prevent_initial_call=True,
+    )
+    def fill_in(seen: str | None, *given: Any) -> list[Any]:
+        """The same for the form."""
+        *found, query, last_shown = given
+        values = dict(zip(controls.FORM, found, strict=True))
+        turned = controls.turned_since(values, last_shown)
+        state = controls.steered(state_of(query), library, turned)
+        if seen is None:  # the tab has not been opened yet
+            return [no_update] * (2 + len(values))
+        return [state.to_query() if turned else no_update, *_showing(state, library, values, [])]
+
+
+def _showing(state: State, library: Library, values: controls.Values, more: list[Any]) -> list[Any]:
+    """What these controls should show, and those values of them that are others than the page has."""
+    shown = controls.shown(state, library)
+    wanted = {name: shown.get(name, value) for name, value in values.items()}
+    return [wanted, *more, *(no_update if wanted[name] == value else wanted[name] for name, value in values.items())]
 
 
 def timeline_of(state: State, library: Library) -> str:
@@ -222,11 +256,13 @@ def _register_plan(app: dash.Dash, library: Library, tasks: Tasks) -> None:
         *(Output(knob, "error") for knob in _INPUTS),
         *(Output(f"{knob}-error", "children") for knob in _SEGMENTS),
         *(Output(name, "error") for name in form.FIELDS),
+        Output(ids.WRONG, "data"),
         Input(ids.HISTORY, "data"),
+        Given(ids.WRONG, "data"),
         Given(ids.TOKEN, "data"),
         prevent_initial_call=True,
     )
-    def judge(history: list[str], token: str) -> list[Any]:
+    def judge(history: list[str], wrong: bool | None, token: str) -> list[Any]:
         """The figures of the plan on screen; where there is none, why, and no figures of another plan."""
         state = state_of(history[-1])
         try:
@@ -241,6 +277,7 @@ def _register_plan(app: dash.Dash, library: Library, tasks: Tasks) -> None:
                 None,
                 *(no_update for _ in range(5)),
                 *_beside(error),
+                True,
             ]
         told = html.Ul([html.Li(line) for line in assumptions([prediction])])
         exact = settled(state, library)
@@ -252,8 +289,10 @@ def _register_plan(app: dash.Dash, library: Library, tasks: Tasks) -> None:
             ]
         )
         numbers = tiles(prediction, _known(state_of(history[-2]), library) if len(history) > 1 else None)
-        shown = [about(prediction), numbers, limit_sentence(prediction), None, told, commands, commands]
-        return [*shown, *knobs.readings(prediction.plan), *_beside(None)]
+        beside = _beside(None) if wrong else [no_update] * len(_beside(None))
+        problems = None if wrong else no_update
+        shown = [about(prediction), numbers, limit_sentence(prediction), problems, told, commands, commands]
+        return [*shown, *knobs.readings(prediction.plan), *beside, False if wrong else no_update]
 
     @app.callback(
         Output(ids.MOVES, "children"),
@@ -276,7 +315,7 @@ def _register_plan(app: dash.Dash, library: Library, tasks: Tasks) -> None:
 
     @app.callback(
         *(Output(name, "figure") for name in (ids.MEMORY, ids.MEMORY_PARTS, ids.WATERFALL, ids.UTILIZATION)),
-        Input(ids.DRAWN, "data"),
+        Input(ids.OTHERS, "data"),
         prevent_initial_call=True,
     )
     def draw_others(query: str | None) -> list[Any]:

@@ -16,6 +16,15 @@ CHART_HEIGHT = 340
 """Pixels of most charts."""
 
 
+def explained(content: Any, meaning: str) -> html.Div:
+    """With what it means, which `page.js` shows when it is pointed at for a while or reached with the keyboard.
+
+    A tooltip of the library's would look through the whole page whenever anything changes.
+    """
+    tip: Any = {"data-tip": meaning}
+    return html.Div(content, **tip)
+
+
 def graph(name: str, about: str, height: int = CHART_HEIGHT) -> html.Div:
     """A chart that callbacks fill; `about` is what a screen reader says of it.
 
@@ -23,9 +32,8 @@ def graph(name: str, about: str, height: int = CHART_HEIGHT) -> html.Div:
     for as long as the figure is replaced.
     """
     chart = dcc.Graph(figure=NOTHING, id=name, config=_CONFIG, responsive=True, style={"height": height})
-    loading = dcc.Loading(chart, delay_show=250, overlay_style={"visibility": "visible", "opacity": 0.5}, type="dot")
     label: Any = {"aria-label": about}
-    return html.Div(loading, role="group", **label)
+    return html.Div(chart, role="group", **label)
 
 
 def still(figure: go.Figure, name: str) -> dcc.Graph:

@@ -14,13 +14,16 @@ from dashboard.page import form, ids, knobs
 from dashboard.page.state import Library, State, current, on_screen, settled
 from gpipe_sim.base.files import InputError
 
-CONTROLS: Mapping[str, str] = {
+KNOBS: Mapping[str, str] = {
     ids.SCENARIO: "value",
     **{knob: "checked" if knob == ids.OVERLAP else "value" for knob in ids.KNOBS},
-    **{name: field.property for name, field in form.FIELDS.items()},
     ids.CRITICAL: "checked",
 }
-"""Every control that the address depends on, and the property that holds its value."""
+"""What is always in sight, and the property that holds its value."""
+FORM: Mapping[str, str] = {name: field.property for name, field in form.FIELDS.items()}
+"""The fields of the form, which are only brought up to date while they are looked at."""
+CONTROLS: Mapping[str, str] = {**KNOBS, **FORM}
+"""Every control that the address depends on."""
 
 Values = Mapping[str, Any]
 

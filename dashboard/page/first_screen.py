@@ -7,7 +7,7 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 
 from dashboard.page import ids
-from dashboard.page.cards import progress
+from dashboard.page.cards import explained, progress
 from dashboard.page.knobs import link_of
 from dashboard.page.moves import Next, outcome
 from gpipe_sim.base.units import format_bandwidth, format_bytes, format_money, format_seconds
@@ -37,11 +37,6 @@ WORDS = {
     "collectives": "What copies of the pipeline sum and gather together, as far as no rank computes meanwhile.",
 }
 """What a newcomer may not know."""
-
-
-def explained(name: str, content: Any) -> dmc.Tooltip:
-    """With the meaning of a word, shown when it is pointed at or reached with the keyboard."""
-    return dmc.Tooltip(content, label=WORDS[name], multiline=True, w=260, openDelay=200)
 
 
 _TRAY: Any = {"aria-label": "pinned plans"}
@@ -81,7 +76,7 @@ def first_screen() -> dmc.Paper:
 
 
 def about(prediction: Prediction) -> str:
-    """``demo: a transformer of 8.0 billion parameters on 8 h100-80gb with 450 GB/s links, 64 sequences a step``."""
+    """``demo: a transformer of 8.0 billion parameters on 8 h100-80gb over nvlink4 (450 GB/s), 64 sequences a step``."""
     plan = prediction.plan
     scenario, devices = plan.scenario, plan.world
     unit = "samples"
@@ -91,8 +86,15 @@ def about(prediction: Prediction) -> str:
     else:
         model = f"a model of {plan.profile.num_layers} layers"
     bandwidth = link_of(plan).bandwidth
-    link = "free links" if bandwidth == float("inf") else f"{format_bandwidth(bandwidth)} links"
-    between = f" with {link}" if devices > 1 else ""
+    written = scenario.document.data.get("cluster", {})
+    named = written.get("network" if scenario.cluster.network is not None else "link")
+    if bandwidth == float("inf"):
+        between = " with free links"
+    elif isinstance(named, str):
+        between = f" over {named} ({format_bandwidth(bandwidth)})"
+    else:
+        between = f" with {format_bandwidth(bandwidth)} links"
+    between = between if devices > 1 else ""
     name = scenario.cluster.device.name
     device = name if name in device_names() else f"device{'s' * (devices > 1)}"
     copies = f", {plan.replicas} copies of a pipeline of {plan.num_ranks}" if plan.replicas > 1 else ""
@@ -138,7 +140,7 @@ def tiles(prediction: Prediction, before: Prediction | None) -> list[Any]:
         **{"aria-label": "memory of the fullest rank"},
     )
     memory = [
-        dmc.Group([explained("fits", badge), dmc.Text(f"{share:.0%}", fw=600)], gap="xs"),
+        dmc.Group([explained(badge, WORDS["fits"]), dmc.Text(f"{share:.0%}", fw=600)], gap="xs"),
         bar,
         _note(f"{format_bytes(peak)} of {format_bytes(plan.memory_limit)} on the fullest rank", "number-peak-memory"),
     ]
@@ -161,7 +163,7 @@ def tiles(prediction: Prediction, before: Prediction | None) -> list[Any]:
 
 
 def _tile(name: str, value: str, notes: list[Any]) -> html.Div:
-    head = explained(name, dmc.Text(name, size="sm", className="quiet", span=True))
+    head = explained(dmc.Text(name, size="sm", className="quiet", span=True), WORDS[name])
     return html.Div([head, dmc.Text(value, size="xl", fw=600, id=f"number-{name.replace(' ', '-')}"), *notes])
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, Input, Output
+from dash import ALL, Input, Output, html, no_update
+from dash import State as Given
 
 from dashboard.page import ids
 from dashboard.page.state import Library
@@ -20,7 +21,12 @@ def answer_of(path: Path) -> str:
     return " ".join(line.removeprefix("#").strip() for line in list(comment)[1:]).strip()
 
 
-def gallery_panel(library: Library) -> dmc.Stack:
+def gallery_panel() -> html.Div:
+    """Filled when it is first opened: so many cards would slow down whatever is shown before."""
+    return html.Div(id=ids.GALLERY_CARDS)
+
+
+def gallery_cards(library: Library) -> dmc.Stack:
     """A card for each scenario."""
     cards = [_card(name, question_of(path), answer_of(path)) for name, path in sorted(library.files.items())]
     about = "Each of these scenarios answers a question. Open one: every knob then turns it."
@@ -58,8 +64,18 @@ _OPEN: Any = """(clicks) => {
 """As if it had been chosen among the knobs; then to the plan."""
 
 
-def register(app: dash.Dash) -> None:
-    """The browser opens a scenario by itself."""
+def register(app: dash.Dash, library: Library) -> None:
+    """The cards come from here; the browser opens a scenario by itself."""
+
+    @app.callback(
+        Output(ids.GALLERY_CARDS, "children"),
+        Input(ids.TABS, "value"),
+        Given(ids.GALLERY_CARDS, "children"),
+        prevent_initial_call=True,
+    )
+    def fill(tab: str, cards: Any) -> Any:
+        return no_update if cards or tab != ids.GALLERY_TAB else gallery_cards(library)
+
     app.clientside_callback(  # type: ignore[no-untyped-call]
         _OPEN,
         Output(ids.TABS, "value", allow_duplicate=True),

@@ -3,7 +3,7 @@
 URL = "url"
 TOKEN = "token"
 SHOWN = "shown"
-DRAWN = "drawn"
+DRAWN, OTHERS = "drawn", "others"
 MAIN = "main"
 SHELL = "shell"
 MENU = "menu"
@@ -18,6 +18,10 @@ ABOUT = "about"
 MOVES = "moves"
 MOVES_TICK = "moves-tick"
 HISTORY = "history"
+WRONG = "wrong"
+FORM_SHOWN = "form-shown"
+PINS_SHOWN = "pins-shown"
+SEARCHED = "searched"
 UNDO = "undo"
 ASSUMPTIONS = "assumptions"
 
@@ -103,6 +107,7 @@ GET_PLAN, GET_SCENARIO, GET_TRACE, GET_CSV, GET_REPORT = (
 COMMANDS = "commands"
 COPY = "copy"
 
+GALLERY_CARDS = "gallery-cards"
 GALLERY = "gallery"
 """Of each button that opens a scenario, beside the scenario's name."""
 
@@ -140,6 +145,9 @@ TICKS = (SPACE_TICK, SEARCH_TICK, RUN_TICK, MOVES_TICK, WEEKS_TICK, RANGES_TICK)
 
 PLAN_TAB, SPACE_TAB, PINNED_TAB, RUNS_TAB = "plan", "space", "pinned", "runs"
 WEEKS_TAB, TOUR_TAB, GALLERY_TAB, SCENARIO_TAB = "weeks", "tour", "gallery", "scenario"
+STORES = (DRAWN, OTHERS, EDITED, HISTORY, DRAGGED, PREVIEW, WRONG, FORM_SHOWN, PINS_SHOWN, SEARCHED)
+"""What the page remembers, empty at first."""
+
 QUERY_TABS = (SPACE_TAB, PINNED_TAB, WEEKS_TAB, SCENARIO_TAB)
 """Those that follow the address, each only while it is looked at."""
 

@@ -7,6 +7,7 @@ import dash_mantine_components as dmc
 from dash import html
 
 from dashboard.page import ids
+from dashboard.page.cards import explained
 from dashboard.page.knobs import LABELS, MEANINGS
 from dashboard.page.state import Library
 from gpipe_sim.scenario.catalog import device_names
@@ -65,34 +66,26 @@ def knobs(library: Library) -> dmc.Stack:
     )
 
 
-def _explained(name: str, control: Any) -> dmc.Tooltip:
-    """With what it turns, shown when it is pointed at for a while, and the curve of its range."""
-    return dmc.Tooltip(
-        html.Div([control, html.Div(id=ids.spark_of(name), className="spark")]),
-        label=MEANINGS[name],
-        multiline=True,
-        w=240,
-        openDelay=600,
-        position="right",
-        boxWrapperProps={"w": "100%"},
-    )
+def _explained(name: str, control: Any) -> html.Div:
+    """With what it turns, and the curve of its range."""
+    return explained([control, html.Div(id=ids.spark_of(name), className="spark")], MEANINGS[name])
 
 
-def _number(name: str) -> dmc.Tooltip:
+def _number(name: str) -> html.Div:
     control = dmc.NumberInput(
         id=name, label=LABELS[name], min=1, allowDecimal=False, clampBehavior="none", debounce=250, error=None
     )
     return _explained(name, control)
 
 
-def _choice(name: str, values: Sequence[str]) -> dmc.Tooltip:
+def _choice(name: str, values: Sequence[str]) -> html.Div:
     label = LABELS[name]
     control = dmc.SegmentedControl(id=name, data=list(values), size="xs", fullWidth=True, **{"aria-label": label})
     error = html.Div(id=f"{name}-error", className="field-error", role="alert")
     return _explained(name, html.Div([dmc.Text(label, size="sm", fw=500), control, error]))
 
 
-def _slider(name: str, low: int, high: int, step: float, marks: dict[int, str]) -> dmc.Tooltip:
+def _slider(name: str, low: int, high: int, step: float, marks: dict[int, str]) -> html.Div:
     """With marks it is logarithmic: its value is the power of ten."""
     label = LABELS[name]
     slider = dmc.Slider(

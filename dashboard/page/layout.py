@@ -24,7 +24,7 @@ _TICK_MS = 200
 
 def page(library: Library, *, allow_run: bool, running: str | None = None) -> dmc.MantineProvider:
     """Everything there is, with a token of its own for each page; callbacks fill it. `running` is a run under way."""
-    panels = tab_panels(library, allow_run=allow_run)
+    panels = tab_panels(allow_run=allow_run)
     shell = dmc.AppShell(
         [
             dmc.AppShellHeader(header(), px="md"),
@@ -59,8 +59,7 @@ def page(library: Library, *, allow_run: bool, running: str | None = None) -> dm
         id=ids.SHELL,
     )
     stores = [dcc.Store(id=ids.TOKEN, data=secrets.token_urlsafe(16)), dcc.Store(id=ids.SHOWN)]
-    stores += [dcc.Store(id=name) for name in (*map(ids.query_of, ids.QUERY_TABS), ids.DRAWN, ids.EDITED, ids.HISTORY)]
-    stores += [dcc.Store(id=name) for name in (ids.DRAGGED, ids.PREVIEW)]
+    stores += [dcc.Store(id=name) for name in (*map(ids.query_of, ids.QUERY_TABS), *ids.STORES)]
     stores += [dcc.Store(id=ids.RUN_NAME, data=running), dcc.Store(id=ids.RUN_OPENED)]
     ticks = [dcc.Interval(id=name, interval=_TICK_MS, max_intervals=0) for name in ids.TICKS]
     skip = html.Button("Skip to the plan", id=ids.SKIP, className="skip")
@@ -80,7 +79,7 @@ def page(library: Library, *, allow_run: bool, running: str | None = None) -> dm
     )
 
 
-def tab_panels(library: Library, *, allow_run: bool) -> list[tuple[str, str, Any]]:
+def tab_panels(*, allow_run: bool) -> list[tuple[str, str, Any]]:
     """Every tab: the name under which the address knows it, its label, and what is on it."""
     return [
         (ids.PLAN_TAB, "Plan", plan_panel()),
@@ -89,7 +88,7 @@ def tab_panels(library: Library, *, allow_run: bool) -> list[tuple[str, str, Any
         (ids.WEEKS_TAB, "Weeks", weeks_panel()),
         (ids.RUNS_TAB, "Runs", runs_panel(allow_run=allow_run)),
         (ids.TOUR_TAB, "Tour", tour_panel()),
-        (ids.GALLERY_TAB, "Gallery", gallery_panel(library)),
+        (ids.GALLERY_TAB, "Gallery", gallery_panel()),
         (ids.SCENARIO_TAB, "Scenario", scenario_panel()),
     ]
 
@@ -295,6 +294,6 @@ def runs_panel(*, allow_run: bool) -> dmc.Stack:
                 table(ids.RUNS, "runs to compare", RUN_COLUMNS),
                 html.Div(id=ids.ACCURACY),
             ),
-            dcc.Loading(html.Div(id=ids.RUN_COMPARISON), delay_show=250, type="dot"),
+            html.Div(id=ids.RUN_COMPARISON),
         ]
     )

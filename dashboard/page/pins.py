@@ -48,10 +48,13 @@ def register(app: dash.Dash, library: Library) -> None:
             return no_update
 
     @app.callback(
-        Output(ids.TRAY, "children"), Output(ids.PIN, "disabled"), Input(ids.HISTORY, "data"), prevent_initial_call=True
+        Output(ids.TRAY, "children"),
+        Output(ids.PIN, "disabled"),
+        Input(ids.PINS_SHOWN, "data"),
+        prevent_initial_call=True,
     )
-    def lay_out(history: list[str]) -> tuple[Any, bool]:
-        state = state_of(history[-1])
+    def lay_out(query: str) -> tuple[Any, bool]:
+        state = state_of(query)
         return tray(state, _known(state, library)), len(state.pins) >= len(PINS)
 
     @app.callback(

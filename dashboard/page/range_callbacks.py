@@ -95,7 +95,7 @@ def _register_ranges(app: dash.Dash, library: Library, tasks: Tasks) -> None:
                 found = task.result = found | {knob: drawing(knob, curve, shown[knob])}
             return found
 
-        task = tasks.ask(token, ids.RANGES, state.question, work)
+        task = tasks.ask(token, ids.RANGES, state.question, work, patience_s=1.0)
         try:
             more = not task.has_result
             found = task.result or {} if more else task.value()

@@ -126,16 +126,16 @@ def _register_search(app: dash.Dash, library: Library, tasks: Tasks) -> None:
     @app.callback(
         Output(ids.ADVICE, "children"),
         Output(ids.SEARCH_TICK, "max_intervals"),
-        Input(ids.RECOMMEND, "n_clicks"),
+        Input(ids.SEARCHED, "data"),
         Input(ids.SEARCH_TICK, "n_intervals"),
-        Input(ids.URL, "search"),
         Given(ids.TOKEN, "data"),
         prevent_initial_call=True,
     )
-    def recommend(clicks: int | None, ticks: int | None, query: str | None, token: str) -> tuple[Any, Any]:
+    def recommend(searched: str | None, ticks: int | None, token: str) -> tuple[Any, Any]:
         """Search when asked to. A search under way follows the knobs; one that is done is gone once they are turned."""
-        if not clicks:
+        if not searched:
             return no_update, no_update
+        clicks, _, query = searched.partition(" ")
         state = state_of(query)
         key, last = (clicks, cluster_of(state)), tasks.known(token, "search")
         if last is not None and last.ended.is_set() and last.key[0] == clicks and last.key != key:

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from threading import Lock
@@ -161,13 +162,19 @@ def document_of(state: State, library: Library) -> Document:
     if state.scenario not in library.files:
         raise InputError([Problem("address", "scenario", f"there is none called {state.scenario!r}")])
     path = library.files[state.scenario]
-    return parse_yaml(read_text(path), str(path))
+    return _parsed(read_text(path), str(path))
+
+
+@lru_cache(maxsize=8)  # a text from a browser may hold some megabytes
+def _parsed(text: str, file: str) -> Document:
+    """Knobs leave the text as it is: it is read once, and every setting is put into a copy."""
+    return parse_yaml(text, file)
 
 
 def _from_browser(text: str) -> Document:
     if len(text) > MAX_TEXT:
         raise InputError([Problem("scenario.yaml", "", f"has more than {MAX_TEXT} characters")])
-    document = parse_yaml(text, "scenario.yaml")
+    document = _parsed(text, "scenario.yaml")
     data = document.data if isinstance(document.data, dict) else {}
     model = data.get("model")
     problems = []

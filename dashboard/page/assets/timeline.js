@@ -39,6 +39,7 @@
   const GUTTER = 64, AXIS = 24, MINIMAP = 30, GAP = 8, RIGHT = 10;
   const MOST_BARS = 30000; // beyond, rows are drawn as busy shares
   const PLAY_S = 10;
+  const SEEN = 0.012; // of the whole width: how long a message is seen at least while the step is played
   const CAUSES = [
     { name: "nothing has reached the rank yet", short: "filling" },
     { name: "waits for another rank's work", short: "waiting for work" },
@@ -496,6 +497,7 @@
         c.fillRect(x, AXIS, GUTTER + this.width - x, this.plotHeight);
         c.fillStyle = this.ink;
         c.fillRect(x, AXIS - 4, 1.5, this.plotHeight + 4);
+        this.travel(c, x);
       }
       if (this.pointed !== null) {
         c.fillStyle = this.ink;
@@ -778,6 +780,40 @@
         }
       }
       c.stroke();
+    }
+
+    /** The micro-batches that are on their way at the cursor. A message is seen for a moment, however fast it is. */
+    onTheirWay() {
+      const d = /** @type {Data} */ (this.data), now = this.whole.from + Number(this.cursor) * this.whole.length;
+      const least = SEEN * this.whole.length, found = [];
+      for (let a = 0; a < d.kind.length; a++) {
+        const sender = d.sender[a];
+        if (sender < 0 || d.end[sender] > now) continue;
+        const share = (now - d.end[sender]) / Math.max(d.arrived[a] - d.end[sender] || 0, least);
+        if (share > 1) continue;
+        const from = this.rowOf(sender), to = this.rowOf(a);
+        if (from !== to) found.push({ microbatch: d.microbatch[a], kind: d.kind[sender], from, to, share });
+      }
+      return found;
+    }
+    /** @param {CanvasRenderingContext2D} c @param {number} x */
+    travel(c, x) {
+      if (this.isDense) return;
+      const d = /** @type {Data} */ (this.data), middle = AXIS + this.barHeight / 2, radius = this.rowHeight >= 18 ? 9 : 3;
+      c.textAlign = "center";
+      for (const { microbatch, kind, from, to, share } of this.onTheirWay()) {
+        const y = middle + (from + share * (to - from)) * this.rowHeight;
+        c.beginPath();
+        c.arc(x, y, radius, 0, 2 * Math.PI);
+        c.fillStyle = d.kinds[kind].colour;
+        c.fill();
+        c.strokeStyle = this.ink;
+        c.lineWidth = 1;
+        c.stroke();
+        const [r, g, b] = rgb(d.kinds[kind].colour);
+        c.fillStyle = 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#000" : "#fff";
+        if (radius > 6) c.fillText(`${microbatch}`, x, y + 1);
+      }
     }
 
     /** From what an action waited for to it, and from there back to the first. @param {CanvasRenderingContext2D} c */
