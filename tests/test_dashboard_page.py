@@ -785,6 +785,9 @@ def test_the_training_of_the_plan_on_screen_is_told_in_days_and_money(page, serv
     told = page.locator("#weeks-told")
     expect(told).to_contain_text("days, ")
     expect(told).to_contain_text("USD, goodput")
+    helps = page.locator("#weeks-worths tbody tr")
+    expect(helps).to_have_count(4)
+    expect(helps.first).to_contain_text("one spare node more")
     page.locator("#weeks-tokens").fill("lots")
     expect(told).to_contain_text("expected a number of tokens")
 

@@ -138,6 +138,7 @@ RUN_COMPARISON = "run-comparison"
 ACCURACY = "accuracy"
 
 WEEKS_TICK, WEEKS_TOKENS, WEEKS_TOLD = "weeks-tick", "weeks-tokens", "weeks-told"
+WEEKS_WORTHS = "weeks-worths"
 WEEKS_LOSSES, WEEKS_INTERVALS, WEEKS_DAYS = "weeks-losses", "weeks-intervals", "weeks-days"
 
 TICKS = (SPACE_TICK, SEARCH_TICK, RUN_TICK, MOVES_TICK, WEEKS_TICK, RANGES_TICK)

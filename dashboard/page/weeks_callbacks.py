@@ -49,7 +49,8 @@ def register(app: dash.Dash, library: Library, tasks: Tasks) -> None:
         except InputError as error:
             return [problem_list(error.problems), *[NOTHING] * 3, no_update]
         figures = [campaigns.losses_over_time(found), campaigns.goodput_by_interval(found)]
-        return [dmc.Text(sentence(found), fw=600), *figures, campaigns.days_by_seed([found]), no_update]
+        told = [dmc.Text(sentence(found), fw=600), what_would_help(found)]
+        return [told, *figures, campaigns.days_by_seed([found]), no_update]
 
 
 def train(state: State, library: Library, tokens: str, task: Task | None = None) -> Campaign:
@@ -72,3 +73,18 @@ def sentence(found: Campaign) -> str:
     best = max(found.worths, key=lambda worth: worth.days_saved)
     helps = f" Most would help {best.change}: {best.days_saved:,.3g} days." if best.days_saved > 0 else ""
     return told + helps
+
+
+def what_would_help(found: Campaign) -> dmc.Table:
+    """What each single change would bring, as the report has it."""
+    rows = [
+        [
+            worth.change,
+            f"{worth.days_saved:+,.3g}",
+            "" if worth.money_saved is None else amount(worth.money_saved, found.price),
+        ]
+        for worth in found.worths
+    ]
+    return dmc.Table(
+        data={"head": ["what would help", "days saved", "money saved"], "body": rows}, id=ids.WEEKS_WORTHS, maw=640
+    )
