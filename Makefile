@@ -83,7 +83,7 @@ targets: setup .targets/.ready
 .targets/.ready: pyproject.toml constraints.txt Makefile
 	@echo "setting up .targets with torchtitan, Megatron-core and DeepSpeed"
 	@$(PYTHON) -m venv .targets
-	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	@$(BIN)/python -c "import os, sysconfig; print(sysconfig.get_path('purelib'), os.getcwd(), sep='\n')" > \
 		"$$(.targets/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/planner.pth"
 	@.targets/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 megatron-core==0.16.1 \
 		tyro docstring_parser typeguard tokenizers einops torchdata torch_checkpointing spmd_types==0.2.3 safetensors
@@ -98,7 +98,7 @@ huggingface: setup .huggingface/.ready
 .huggingface/.ready: pyproject.toml Makefile
 	@echo "setting up .huggingface with transformers"
 	@$(PYTHON) -m venv .huggingface
-	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	@$(BIN)/python -c "import os, sysconfig; print(sysconfig.get_path('purelib'), os.getcwd(), sep='\n')" > \
 		"$$(.huggingface/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/planner.pth"
 	@.huggingface/bin/pip install --quiet --disable-pip-version-check 'transformers>=5'
 	@touch $@

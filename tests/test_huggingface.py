@@ -10,7 +10,7 @@ from processes import run_ranks, torchrun
 torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planner[exec]")
 transformers = pytest.importorskip("transformers", reason="needs transformers: make huggingface")
 
-from huggingface_models import CONFIGS, GPT2, HEADS, LAYERS, made, padded  # noqa: E402
+from huggingface_models import CONFIGS, GPT2, HEADS, LAYERS, asked, made, padded  # noqa: E402
 
 from gpipe_exec import split_huggingface, token_loss  # noqa: E402
 from gpipe_exec.layers import WorkloadError, build_workload  # noqa: E402
@@ -23,8 +23,8 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_layers_compute_what_the_model_computes(name, masked):
-    inputs, targets = padded(4)
-    inputs = inputs if masked else {"input_ids": inputs["input_ids"]}
+    inputs, targets = asked(name, 4)
+    inputs = inputs if masked else {key: tensor for key, tensor in inputs.items() if not key.endswith("mask")}
     model = made(name)
     layers = split_huggingface(model, inputs)
     assert len(layers) == LAYERS.get(name, 6)
@@ -44,14 +44,27 @@ def test_a_mask_that_masks_nothing_may_come_after_one_that_does():
 
 
 def test_models_that_do_more_than_call_blocks_and_modules_are_refused():
-    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
-    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-    with pytest.raises(SplitError, match=r"blocks in encoder.block, decoder.block, expected one"):
-        split_huggingface(t5, inputs)
-    config = transformers.Gemma2Config(**CONFIGS["qwen3"])  # whose logits are capped behind the head
+    class Adding(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + self.model.embed_tokens.weight[0, 0]
+            return output
+
+    model = Adding(transformers.LlamaConfig(**CONFIGS["llama"]))
     with pytest.raises(SplitError, match="does not compute the same in layers"):
-        split_huggingface(transformers.Gemma2ForCausalLM(config), inputs)
+        split_huggingface(model, {"input_ids": torch.ones(2, 4, dtype=torch.long)})
+
+
+def test_a_module_that_is_called_before_and_behind_the_blocks_is_in_both_places():
+    """T5's dropout, which nobody sees in evaluation mode."""
+    inputs, _ = asked("t5", 4)
+    layers = split_huggingface(made("t5"), inputs)
+    places = [
+        index
+        for index, layer in enumerate(layers)
+        if any(n.endswith("coder.dropout") for n, _ in layer.named_modules())
+    ]
+    assert [type(layers[index]).__name__ for index in places] == ["_Before", "Dropout", "_Before", "Dropout"]
 
 
 @pytest.mark.parametrize("num_ranks", [2])
@@ -80,6 +93,19 @@ def test_a_model_is_profiled_planned_and_run(capsys, tmp_path, monkeypatch):
     assert status == 0, err
     compared = json.loads(out)
     assert compared["step_time"]["measured_s"] > 0
+
+
+def test_an_encoder_and_its_decoder_are_named_in_a_scenario():
+    model = {
+        "kind": "huggingface",
+        "config": {"model_type": "t5", **CONFIGS["t5"]},
+        "sequence": 8,
+        "head": "seq2seq_lm",
+    }
+    workload = build_workload(load_scenario(scenario_of(model, profile="profile.json"))[0])
+    inputs, targets = workload.sample(2)
+    assert set(inputs) == {"input_ids", "decoder_input_ids"}
+    assert workload.layers(inputs).shape == (*targets.shape, 50)
 
 
 @pytest.mark.parametrize(

@@ -282,8 +282,8 @@ class HuggingFaceModel(Strict):
     kind: Literal["huggingface"]
     config: dict[str, Any]
     """What stands in its ``config.json``: ``model_type``, and whatever differs from that architecture's defaults."""
-    head: Literal["causal_lm", "masked_lm"] = "causal_lm"
-    """What is predicted: the next token (GPT-2, Llama, Mixtral), or each (BERT)."""
+    head: Literal["causal_lm", "masked_lm", "seq2seq_lm"] = "causal_lm"
+    """What is predicted: the next token (GPT-2, Llama, Mixtral), each (BERT), or the next of another text (T5)."""
     sequence: Count
     """Tokens in a sample."""
     weights: Annotated[str, Field(min_length=1)] | None = None

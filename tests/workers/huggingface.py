@@ -6,14 +6,14 @@ import tempfile
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_models import CONFIGS, made, padded
+from huggingface_models import CONFIGS, asked, made
 from workers.modules import BATCH, close, plan_for
 
 from gpipe_exec import Pipeline, leave, split_huggingface, token_loss
 
 
 def check(name: str, **choices) -> None:
-    inputs, targets = padded(BATCH)
+    inputs, targets = asked(name, BATCH)
     whole, model = made(name), made(name)
     total, count = token_loss(whole(**inputs).logits, targets)
     # Divided afterwards, as a pipeline does: Hugging Face's norms round to float32, of which a factor is a part that is
@@ -27,7 +27,10 @@ def check(name: str, **choices) -> None:
     close(pipe.evaluate(inputs, targets), total.detach() / count, f"evaluation of {name}")
     expected = dict(whole.named_parameters(remove_duplicate=False))
     for key, parameter in pipe.named_parameters():
-        close(parameter.grad, expected[key].grad, f"gradient of {key} of {name}")
+        if name in SUMS_IN_FLOAT32:
+            torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-5, atol=1e-8)
+        else:
+            close(parameter.grad, expected[key].grad, f"gradient of {key} of {name}")
     state = pipe.state_dict()
     if pipe.rank == 0:
         with tempfile.TemporaryDirectory() as folder:
@@ -37,6 +40,10 @@ def check(name: str, **choices) -> None:
         for key, tensor in whole.state_dict().items():
             close(again.state_dict()[key], tensor, f"{key} of {name}, saved and read again")
     pipe.close()
+
+
+SUMS_IN_FLOAT32 = {"gemma2"}
+"""Their norms sum gradients of weights in float32 whatever the dtype, so that another order rounds otherwise."""
 
 
 def main() -> None:
