@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="execution needs torch: gpipe-planne
 from torch import nn  # noqa: E402
 
 from gpipe_exec import Pipeline  # noqa: E402
+from gpipe_exec.alternatives.rehearsal import default_stretch, refuse_rehearsal  # noqa: E402
 from gpipe_exec.devices.allocator import trace_bytes  # noqa: E402
 from gpipe_exec.devices.recorder import StepRecord  # noqa: E402
 from gpipe_exec.engine.slices import plain_name, refuse_tensor  # noqa: E402
@@ -117,6 +118,26 @@ def test_a_run_of_a_group_has_a_timeline_for_it_and_the_bytes_of_one_member(run_
     # What collectives were given may be seen let go of only when it is taken again: at most some boundaries more.
     (error,) = comparison.to_dict()["peak_memory_bytes"]["error"]
     assert -0.1 < error < 0.02
+
+
+def test_a_rehearsal_of_groups_holds_and_takes_what_was_predicted_of_a_member(tmp_path):
+    """With exact bytes: nothing is exchanged, so that nothing is let go of elsewhere."""
+    one = plan_of(SHAPE | {"hidden": 1024, "sequence": 256, "layers": 4}, stages=2, checkpoint="never")
+    execute(one, tmp_path, Settings(device="rehearse", steps=1, warmup=1, stretch=default_stretch(one)))
+    made, measured = load_run(tmp_path)
+    comparison = compare_run(made, measured)
+    assert (made.world, len(measured.steps[0].ranks)) == (4, 2)
+    assert comparison.to_dict()["peak_memory_bytes"]["error"] == pytest.approx([0.0, 0.0], abs=0.02)
+    for timeline in measured.steps[0].ranks:
+        nominal = {"F": made.forward_s, "B": made.backward_s}
+        for action, taken in zip(timeline.actions, timeline.end_s - timeline.start_s, strict=True):
+            if action.kind in nominal:
+                assert taken > 0.95 * nominal[action.kind][action.stage, action.microbatch]
+
+
+def test_a_rehearsal_cannot_send_slices_of_what_members_have_in_common():
+    with pytest.raises(InputError, match=r"plan.sequence_split: found false, expected true in a rehearsal"):
+        refuse_rehearsal(plan_of(stages=2, sequence_split=False))
 
 
 def test_a_group_begins_and_ends_with_the_last_of_its_members():

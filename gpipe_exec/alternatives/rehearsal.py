@@ -59,6 +59,13 @@ def default_stretch(plan: Plan) -> float:
     return max(1.0, SHORTEST_ACTION_S / float(actions[actions > 0].min()))
 
 
+def refuse_rehearsal(plan: Plan) -> None:
+    """Refuse what no layer that only takes its time can do."""
+    if plan.tensor > 1 and plan.num_ranks > 1 and not plan.scenario.plan.sequence_split:
+        message = "found false, expected true in a rehearsal: its layers pass whole values on, of which a member of a "
+        raise plan.scenario.error("plan.sequence_split", f"{message}group would send a slice")
+
+
 def what_is_left_out(plan: Plan, links: str = "plan") -> list[str]:
     """What the prediction has and a rehearsal has not, in words."""
     cluster = plan.scenario.cluster
@@ -68,6 +75,7 @@ def what_is_left_out(plan: Plan, links: str = "plan") -> list[str]:
         "shared network cards: every link has its own": links == "plan" and shares_nics,
         "shared cores: every rank has its own": bool(plan.crowded_nodes),
         "jitter": cluster.jitter is not None,
+        "what members of a tensor group exchange, but for its time": plan.tensor > 1,
         "skips: what a layer hands on to a later one is a copy": bool(plan.profile.skips),
     }
     return [what for what, there in left_out.items() if there]

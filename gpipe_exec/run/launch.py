@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpipe_exec.alternatives.rehearsal import refuse_rehearsal
 from gpipe_exec.devices.accelerator import num_accelerators
 from gpipe_exec.devices.autopsy import BUILD_S, beats_of, failure, where_ranks_stand
 from gpipe_exec.devices.environment import STEADY, worker_environment
@@ -182,7 +183,7 @@ def check_runnable(plan: Plan, settings: Settings, num_machines: int = 1) -> Non
         only_one_pipeline(plan, "--engine torch")
         only_single_members(plan, "--engine torch")
     if settings.device == "rehearse":
-        only_single_members(plan, "a rehearsal")
+        refuse_rehearsal(plan)
     else:
         refuse_shards(plan)
         refuse_tensor(plan)

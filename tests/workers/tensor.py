@@ -192,6 +192,10 @@ def main() -> None:
             check(plan_of(model, **shape | choices))[0].close()
             count += 1
     shape = {"stages": K, "replicas": D, "tensor": T}
+    for cut, split in (([1, 5], True), ([5, 1], True), ([1, 5], False)):
+        if K == 2 and D == 1:  # right behind the embedding, whose output a collective makes, and before the head
+            check(plan_of(LLAMA, **shape | {"balance": cut, "sequence_split": split}))[0].close()
+            count += 1
     check_accumulation(plan_of(GPT, **shape))
     for dtype in ("bf16", "fp16"):
         check_mixed(plan_of(GPT, dtype, "mixed", **shape))
