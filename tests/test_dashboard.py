@@ -262,6 +262,29 @@ def test_up_to_four_plans_are_pinned_and_the_same_one_only_once():
     assert rows["step time against A"][0] == ""
 
 
+OTHER = {
+    "batch": "256",
+    "dtype": "fp32",
+    "precision": "pure",
+    "optimizer": "sgd",
+    "plan.balance": "[17, 18]",
+    "plan.placement": "[1, 0]",
+    "plan.window": "all",
+    "plan.recompute_unit": "layer",
+    "plan.sequence_split": "false",
+    "plan.order": "[tensor, pipeline, data]",
+    "plan.backward": "fifo",
+}
+
+
+@pytest.mark.parametrize("field", [*form.PLAN, *form.TRAINING], ids=lambda field: field.id)
+def test_whatever_two_pinned_plans_differ_in_is_in_their_table(field):
+    one = State(scenario="replicas", settings={"plan.schedule": "gpipe", "plan.balance": "[16, 19]"})
+    other = one.with_settings(**{field.path.replace(".", "__"): OTHER[field.path]})
+    rows = {row[0] for row in differences({"a": current(one, LIBRARY), "b": current(other, LIBRARY)})}
+    assert {"batch": "batch N"}.get(field.label, field.label) in rows
+
+
 def test_exploring_leaves_out_what_makes_no_plan():
     state = State.from_query(SMALL, "demo")
     found = explore(state, LIBRARY, {"plan.microbatches": [1, 2, 10**6]})
@@ -390,6 +413,8 @@ def test_the_form_shows_what_stands_in_the_scenario():
         ("form-optimizer", "sgd", lambda s: s.optimizer == "sgd"),
         ("form-plan-window", "all", lambda s: s.plan.window is None),
         ("form-plan-recompute-unit", "layer", lambda s: s.plan.recompute_unit == "layer"),
+        ("form-plan-order", "[tensor, pipeline, data]", lambda s: s.plan.order == ("tensor", "pipeline", "data")),
+        ("form-precision", "pure", lambda s: s.precision == "pure"),
     ],
 )
 def test_filling_in_a_field_sets_it_in_the_scenario_and_in_its_text(field, value, check):

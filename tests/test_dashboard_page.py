@@ -981,7 +981,7 @@ def test_the_page_is_readable_in_light_and_dark_and_at_both_widths(page, server)
         for tab in TABS:
             page.locator(f"[role=tab][id$='tab-{tab}']").click()
             expect(page.locator(f"[role=tabpanel][id$='panel-{tab}']")).to_be_visible()
-            assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 1, tab
+            page.wait_for_function("() => document.documentElement.scrollWidth <= window.innerWidth + 1")
     finally:
         page.emulate_media(color_scheme="light")
         page.set_viewport_size({"width": 1440, "height": 1000})

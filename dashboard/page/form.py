@@ -16,7 +16,8 @@ from dashboard.page.state import State
 from gpipe_sim.base.files import Problem, yaml_text
 from gpipe_sim.base.units import format_bandwidth, format_seconds
 from gpipe_sim.scenario.catalog import LINKS, DType, device_names
-from gpipe_sim.scenario.schema import BackwardOrder, Optimizer, RecomputeUnit, Transformer
+from gpipe_sim.scenario.mesh import MESSAGES_INSIDE, SUMS_INSIDE
+from gpipe_sim.scenario.schema import BackwardOrder, Optimizer, Precision, RecomputeUnit, Transformer
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Field:
         return "checked" if self.kind == "switch" else "value"
 
 
+_ORDERS = tuple(f"[{', '.join(order)}]" for order in (SUMS_INSIDE, MESSAGES_INSIDE))
 MODEL = (
     Field("model.layers", "layers", "count"),
     Field("model.hidden", "hidden", "count"),
@@ -65,6 +67,7 @@ CLUSTER = (
 TRAINING = (
     Field("batch", "batch", "count"),
     Field("dtype", "dtype", "choice", "bf16", get_args(DType)),
+    Field("precision", "precision", "choice", "mixed", get_args(Precision)),
     Field("optimizer", "optimizer", "choice", "adam", get_args(Optimizer)),
 )
 PLAN = (
@@ -73,6 +76,7 @@ PLAN = (
     Field("plan.window", "receives posted ahead", "text", "2, or all"),
     Field("plan.recompute_unit", "recomputed at once", "choice", "stage", get_args(RecomputeUnit)),
     Field("plan.sequence_split", "tensor groups divide the sequence", "switch"),
+    Field("plan.order", "devices numbered first", "choice", _ORDERS[0], _ORDERS),
     Field("plan.backward", "order of backwards", "choice", "reverse", get_args(BackwardOrder)),
 )
 """What no knob turns."""
