@@ -225,12 +225,19 @@ def gradients(function, mode, **choices):
     ],
     ids=lambda function: function.__name__,
 )
-@pytest.mark.parametrize("schedule", [("interleaved_gpipe", 4), ("gpipe", 1), ("zb_v", 2)], ids=lambda pair: pair[0])
-def test_recomputation_repeats_what_was_computed(function, schedule):
-    choices = {"schedule": schedule[0], "stages_per_rank": schedule[1]}
+@pytest.mark.parametrize(
+    ("schedule", "v", "unit"),
+    [
+        *[("interleaved_gpipe", 4, unit) for unit in ("stage", "layer")],
+        *[("gpipe", 1, unit) for unit in ("stage", "layer")],
+        ("zb_v", 2, "stage"),
+    ],
+)
+def test_recomputation_repeats_what_was_computed(function, schedule, v, unit):
+    choices = {"schedule": schedule, "stages_per_rank": v}
     expected = gradients(function, "never", **choices)
     for mode in ("always", "except_last"):
-        assert all(map(torch.equal, gradients(function, mode, **choices), expected))
+        assert all(map(torch.equal, gradients(function, mode, recompute_unit=unit, **choices), expected))
 
 
 def own_generator(layer, value):
@@ -251,6 +258,25 @@ def reuses_its_output(layer, value):
     with torch.no_grad():
         out = layer.state.setdefault("out", torch.zeros(training.BATCH, training.WIDTH, dtype=value.dtype))
         return out.copy_(value.mean(0).expand_as(out))
+
+
+def changes_its_input_inside(layer, value):
+    """Of a layer behind the first of a stage, where only a recomputation of the layer alone needs its input."""
+    return value * layer.weight if not value.requires_grad or value.is_leaf else value.mul_(layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (own_generator, r"layer [0-6] \(Of\) of stage \d on rank 0 computes something else when it is recomputed"),
+        (counts_its_calls, r"layer [0-6] \(Of\) of stage \d on rank 0 computes something else when it is recomputed"),
+        (changes_its_input_inside, r"layer 1 \(Of\), of stage 0 on rank 0, which recomputes itself, changes its input"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_layer_cannot_repeat_alone_is_refused_by_name(function, message):
+    with pytest.raises(ValueError, match=message):
+        gradients(function, "always", recompute_unit="layer")
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,34 @@ def unflatten(nesting: Any, tensors: Sequence[torch.Tensor]) -> Value:
     if nesting is None:
         return None
     if isinstance(nesting, _Dict):
-        children = {key: unflatten(child, tensors) for key, child in nesting.children.items()}
-        return nesting.kind(**children) if hasattr(nesting.kind, "__dataclass_fields__") else nesting.kind(children)
+        return _remade(nesting.kind, {key: unflatten(child, tensors) for key, child in nesting.children.items()})
     if isinstance(nesting, dict):
         return {key: unflatten(child, tensors) for key, child in nesting.items()}
     return _rebuilt(nesting, [unflatten(child, tensors) for child in nesting])
+
+
+def _remade(kind: type, children: dict[Any, Any]) -> Any:
+    """A dict of a type of its own."""
+    return kind(**children) if hasattr(kind, "__dataclass_fields__") else kind(children)
+
+
+def own_containers(value: Value) -> Value:
+    """The same in new tuples, lists and dicts, into which others may write; anything else, which may stand between
+    layers of a stage, stays what it is."""
+    if isinstance(value, dict):
+        children = {key: own_containers(child) for key, child in value.items()}
+        return children if type(value) is dict else _remade(type(value), children)
+    if isinstance(value, tuple | list):
+        return _rebuilt(value, [own_containers(child) for child in value])
+    return value
+
+
+def tensors_in(value: Value) -> list[torch.Tensor]:
+    """The tensors of a value, in which there may be other things, too."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for child in children for tensor in tensors_in(child)]
 
 
 def _rebuilt(like: Any, children: list[Any]) -> Any:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from gpipe_exec.engine.batchnorm import DeferredRunningAverages
 from gpipe_exec.engine.losses import Loss, PlainMeanCheck
-from gpipe_exec.engine.messages import Value, flatten, unflatten, wants_gradient
+from gpipe_exec.engine.messages import Value, flatten, own_containers, tensors_in, unflatten, wants_gradient
 from gpipe_exec.engine.randomness import RandomState, random_state, set_random_state
 from gpipe_exec.engine.repeats import RepeatCheck
 from gpipe_exec.engine.selective import watched_attention
@@ -210,21 +210,60 @@ class Stage:
         last = len(self._layers) - 1
         for index in range(len(self._layers)):
             if alone and (index < last or self.loss is None):
-                value = checkpoint(self._layer, index, value, use_reentrant=False)
+                value = self._recomputing_itself(index, value)
             else:
                 value = self._layer(index, value)
         return value
 
-    def _layer(self, index: int, value: Value) -> Value:
-        """A layer's output; the first leaves the stage's input as it is."""
+    def _recomputing_itself(self, index: int, value: Value) -> Value:
+        """A layer's output; the backward runs it again, from the same input and with the same random numbers."""
+        before = random_state(self.device)
+        versions = [tensor._version for tensor in tensors_in(value)]
+        name = f"layer {self._layers[index][0]} ({type(self._layers[index][1]).__name__}) of {self.name}"
+        check = RepeatCheck() if self.repeats is not None else None
+        has_run = False
+
+        def run() -> Value:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                if check is not None:
+                    check.first(0)
+                return self._noted(index, value, name, check)
+            if versions != [tensor._version for tensor in tensors_in(value)]:
+                raise ValueError(f"the input of {name} was changed in place before its recomputation, which needs it")
+            now = random_state(self.device)
+            set_random_state(before, self.device)
+            try:
+                if check is not None:
+                    check.again(0)
+                return self._noted(index, value, name, check)
+            finally:
+                set_random_state(now, self.device)
+
+        # To the end, where its output is compared.
+        with set_checkpoint_early_stop(check is None):
+            output: Value = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    def _noted(self, index: int, value: Value, name: str, check: RepeatCheck | None) -> Value:
+        output = self._layer(index, own_containers(value), alone=True)
+        if check is not None:
+            check.note(name, output)
+            check.over()
+        return output
+
+    def _layer(self, index: int, value: Value, *, alone: bool = False) -> Value:
+        """A layer's output; the first, or one that recomputes itself, leaves its input as it is."""
         name, layer = self._layers[index]
-        given = flatten(value)[0] if index == 0 else []
+        given = tensors_in(value) if index == 0 or alone else []
         versions = [tensor._version for tensor in given]
         try:
             output = layer(value)
             if versions != [tensor._version for tensor in given]:
+                where = f"the first of {self.name}" if index == 0 else f"of {self.name}, which recomputes itself"
                 raise ValueError(
-                    f"layer {name} ({type(layer).__name__}), the first of {self.name}, changes its input in place, "
+                    f"layer {name} ({type(layer).__name__}), {where}, changes its input in place, "
                     "which others and a recomputation need unchanged: expected inplace=False there, or another cut"
                 )
             if index == len(self._layers) - 1 and self.loss is None:
