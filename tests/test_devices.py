@@ -108,8 +108,8 @@ def test_off_a_recorder_asks_nothing_of_the_device():
 
 
 def test_no_tensor_of_a_step_is_on_another_device():
-    """Of every schedule, with every checkpoint mode, and of mixed precision, on a device whose tensors meet no others; inputs
-    come to it from pinned memory."""
+    """Of every schedule, with every checkpoint mode, and of mixed precision, on a device whose tensors meet no others;
+    inputs come to it from pinned memory."""
     assert "10 steps stay on their device" in run_ranks(1, "fake_tensors.py")
 
 
