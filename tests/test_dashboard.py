@@ -48,6 +48,7 @@ from gpipe_sim.base.units import format_seconds
 from gpipe_sim.explain.predict import predict
 from gpipe_sim.explain.waterfall import PARTS
 from gpipe_sim.make.making import make_plan
+from gpipe_sim.plan.program import shape_of
 from gpipe_sim.scenario.reading import load_scenario, parse_scenario, shipped_scenarios
 from gpipe_sim.search.advise import advise
 from gpipe_sim.search.setups import Setup
@@ -682,14 +683,17 @@ def test_around_a_large_plan_others_as_large_are_left_out_with_a_word(monkeypatc
     monkeypatch.setattr(neighbourhood, "_known", type(neighbourhood._known)())
     monkeypatch.setattr(state, "_kept", type(state._kept)())  # what other tests have asked for before
     small, large = (State.from_query(f"?scenario=bubble&set=plan.microbatches={M}", "demo") for M in (8, 16))
-    assert not neighbourhood.around(small, LIBRARY).here_is_large
+    before = neighbourhood.around(small, LIBRARY)
+    shape = shape_of(before.here.plan)
+    assert not before.here_is_large
+    assert shape in state.graph_of
     found = neighbourhood.around(large, LIBRARY)
     sizes = [one.plan.num_stages * one.plan.num_microbatches for one in found.plans]
     assert sorted(size for size in sizes if size > 50) == [64]
     assert max(size for size in sizes if size <= 50) == 32
     assert (found.links, found.here_is_large) == ([], True)
     assert found.here.kept_step is None
-    assert state.graph_of.held_cells() == 0, "what large work has left is forgotten"
+    assert shape not in state.graph_of, "what was kept before large work is forgotten"
     assert "only the one on screen" in str(left_out(found))
 
 

@@ -35,6 +35,9 @@ class Kept(Generic[Key, Value]):
                 held -= self._cells(self._found.popitem(last=False)[0])
         return value
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._found
+
     def held_cells(self) -> int:
         """Of all results that are kept."""
         return sum(map(self._cells, self._found))
