@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import re
+import threading
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -633,8 +634,10 @@ def outputs_of(text: str) -> list[dict[str, str]] | dict[str, str]:
     return several if text.startswith("..") else several[0]
 
 
-def test_a_request_that_was_made_up_is_answered_politely_and_without_a_traceback(tmp_path, capsys):
+def test_a_request_that_was_made_up_is_answered_politely_and_without_a_traceback(tmp_path, capsys, monkeypatch):
     """Every callback of the page, with the same nonsense for everything that it takes."""
+    tasks = Tasks()
+    monkeypatch.setattr("dashboard.page.app.Tasks", lambda: tasks)
     client = make_app(runs=tmp_path).server.test_client()
     callbacks = [one for one in client.get("/_dash-dependencies").get_json() if not one["clientside_function"]]
     assert len(callbacks) > 10
@@ -654,6 +657,11 @@ def test_a_request_that_was_made_up_is_answered_politely_and_without_a_traceback
         assert answer.status_code in (200, 204, 400), body
     assert client.get("/_dash-component-suites/a/b.js").status_code == 400
     assert "Traceback" not in capsys.readouterr().err
+    for task in tasks._tasks.values():  # some of the nonsense is a question that takes a while
+        task.superseded.set()
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_run)"):
+            thread.join()
 
 
 def test_a_plan_too_large_for_the_page_is_refused_and_what_is_kept_is_bounded(monkeypatch):
