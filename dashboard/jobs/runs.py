@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from time import sleep
 from typing import Literal
 
 from gpipe_sim.base.files import InputError, Problem, write_text
@@ -93,6 +94,7 @@ class Jobs:
             command += ["--reprofile"] if profile and device != "rehearse" else []
             with open(_beside(directory, "log"), "wb") as log:
                 process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            _await_command_line(process)
             write_text(_beside(directory, "pid"), str(process.pid))
             self._processes[directory.name] = process
         return directory.name
@@ -191,3 +193,10 @@ def run_directory(folder: Path, name: str) -> Path:
     if not NAME.fullmatch(name) or path.resolve().parent != folder.resolve():
         raise InputError([Problem("run", name, "is no name of a run")])
     return path
+
+
+def _await_command_line(process: "subprocess.Popen[bytes]") -> None:
+    """By it other pages know the process; for a moment after the start the system tells none."""
+    line = Path(f"/proc/{process.pid}/cmdline")
+    while process.poll() is None and line.exists() and not line.read_bytes():
+        sleep(0.001)
